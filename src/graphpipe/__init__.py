@@ -1,0 +1,94 @@
+"""Train unmodified PyTorch models over many devices by graph pipeline parallelism.
+
+A typical script::
+
+    import graphpipe as gp
+
+    strategy = gp.plan(model, example_batch, loss_fn=loss_fn, cluster=gp.Cluster.detect(), mini_batch_size=256)
+    strategy.save("strategy.json")
+
+and, started on every device by torchrun::
+
+    pipeline = gp.Pipeline(model, gp.Strategy.load("strategy.json"), loss_fn=loss_fn, optimizer=make_optimizer)
+    for batch in loader:
+        print(pipeline.step(batch).loss)
+
+Names are loaded when they are first used, so that importing the package is quick and planning does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphpipe.api import Job, capture, plan, verify
+    from graphpipe.cluster import Cluster, Device, Link
+    from graphpipe.errors import (
+        BatchError,
+        CaptureError,
+        DeadlockError,
+        GraphPipeError,
+        PlanningError,
+        StrategyError,
+    )
+    from graphpipe.estimate import Estimate, estimate
+    from graphpipe.runtime.pipeline import Pipeline, StepResult
+    from graphpipe.strategy import Strategy
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BatchError": "graphpipe.errors",
+    "CaptureError": "graphpipe.errors",
+    "Cluster": "graphpipe.cluster",
+    "DeadlockError": "graphpipe.errors",
+    "Device": "graphpipe.cluster",
+    "Estimate": "graphpipe.estimate",
+    "GraphPipeError": "graphpipe.errors",
+    "Job": "graphpipe.api",
+    "Link": "graphpipe.cluster",
+    "Pipeline": "graphpipe.runtime.pipeline",
+    "PlanningError": "graphpipe.errors",
+    "StepResult": "graphpipe.runtime.pipeline",
+    "Strategy": "graphpipe.strategy",
+    "StrategyError": "graphpipe.errors",
+    "capture": "graphpipe.api",
+    "estimate": "graphpipe.estimate",
+    "plan": "graphpipe.api",
+    "verify": "graphpipe.api",
+}
+
+__all__ = [
+    "BatchError",
+    "CaptureError",
+    "Cluster",
+    "DeadlockError",
+    "Device",
+    "Estimate",
+    "GraphPipeError",
+    "Job",
+    "Link",
+    "Pipeline",
+    "PlanningError",
+    "StepResult",
+    "Strategy",
+    "StrategyError",
+    "capture",
+    "estimate",
+    "plan",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'graphpipe' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME[name]), name)
+    # `estimate` is also the name of a submodule, which importing it binds here; the function takes its place.
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,203 @@
+"""The functions of the package: from a model to a strategy, and from a strategy to the proof that it is right."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphpipe.capture import CapturedModel, capture
+from graphpipe.cluster import Cluster
+from graphpipe.cost import ADAM, OptimizerCost, Profile
+from graphpipe.errors import GraphPipeError
+from graphpipe.planner.base import Planner, PlanningProblem
+from graphpipe.planner.graphpipe import GraphPipePlanner
+from graphpipe.profiler import measure_profile
+from graphpipe.runtime.pipeline import LossFunction, OptimizerFactory, Pipeline
+from graphpipe.strategy import Strategy
+
+__all__ = ["Job", "Verification", "capture", "plan", "verify"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything about a training job that the command line needs; a function in your code returns it.
+
+    Attributes:
+        model: Any module.
+        example_batch: A batch of at least two samples, to capture the model with.
+        loss_fn: ``loss_fn(output, batch)``; None for a model that returns its loss.
+        optimizer: Makes the optimizer from (name, parameter) pairs; by default AdamW with a learning rate of 1e-3.
+        batches: Makes the batches to train with; every rank gets the same ones.
+    """
+
+    model: nn.Module
+    example_batch: Any
+    loss_fn: LossFunction | None = None
+    optimizer: OptimizerFactory | None = None
+    batches: Callable[[], Iterable[Any]] | None = None
+
+
+def plan(
+    model: nn.Module | CapturedModel,
+    example_batch: Any,
+    *,
+    mini_batch_size: int,
+    loss_fn: LossFunction | None = None,
+    cluster: Cluster | None = None,
+    micro_batch_sizes: Sequence[int] = (),
+    optimizer: OptimizerCost = ADAM,
+    planner: Planner | None = None,
+    profile: Profile | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Strategy:
+    """Return the best strategy that the planner finds for a model on a cluster.
+
+    Args:
+        model: Any module, or one that has been captured.
+        example_batch: A batch of at least two samples: a mapping of the model's inputs by name, or a tuple of them.
+        mini_batch_size: Samples a step.
+        loss_fn: ``loss_fn(output, batch)`` returns the scalar loss; None for a model that returns its loss.
+        cluster: By default this machine.
+        micro_batch_sizes: Sizes to try; by default the powers of two that divide the mini-batch, and the mini-batch.
+        optimizer: What the optimizer keeps.
+        planner: By default `GraphPipePlanner`.
+        profile: What the operators cost; by default they are measured here, or taken from the cache on disk.
+        progress: Called now and then with a line for people.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+        PlanningError: No strategy fits the cluster.
+    """
+    say = progress or (lambda line: None)
+    cluster = cluster or Cluster.detect()
+    if isinstance(model, CapturedModel):
+        captured = model
+    else:
+        say("capturing the model")
+        captured = capture(model, example_batch, loss_fn=loss_fn)
+    if profile is None:
+        sizes = profile_sizes(mini_batch_size, len(cluster), micro_batch_sizes)
+        say(f"measuring {len(captured.graph.operators)} operators at {', '.join(map(str, sizes))} samples")
+        profile = measure_profile(captured, sizes, example_batch)
+    problem = PlanningProblem(
+        graph=captured.graph,
+        profile=profile,
+        cluster=cluster,
+        mini_batch_size=mini_batch_size,
+        optimizer=optimizer,
+        micro_batch_sizes=tuple(micro_batch_sizes),
+    )
+    chosen = planner or GraphPipePlanner()
+    say(f"planning for {len(cluster)} devices with {chosen.name}")
+    return chosen.plan(problem, progress=progress)
+
+
+def profile_sizes(mini_batch_size: int, num_devices: int, micro_batch_sizes: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the local micro-batch sizes to measure: powers of two, and every wanted size split over replicas.
+
+    Five to nine of them are enough: between two sizes costs are close to linear.
+    """
+    sizes = {mini_batch_size}
+    size = 1
+    while size < mini_batch_size:
+        sizes.add(size)
+        size *= 2
+    for wanted in micro_batch_sizes:
+        sizes.add(wanted)
+    return tuple(sorted(sizes))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One step of a strategy beside the same step in a single process.
+
+    Attributes:
+        loss: Of the strategy.
+        reference_loss: Of the single process.
+        errors: By parameter, the largest difference of a gradient over the largest entry of the single process's.
+        tolerance: What is allowed.
+    """
+
+    loss: float
+    reference_loss: float
+    errors: Mapping[str, float]
+    tolerance: float
+
+    @property
+    def loss_error(self) -> float:
+        """The difference of the losses, relative to the single process's where that is above 1."""
+        return abs(self.loss - self.reference_loss) / max(1.0, abs(self.reference_loss))
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The parameter with the largest error."""
+        return max(self.errors.items(), key=lambda item: item[1], default=("", 0.0))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the loss and every gradient are within the tolerance."""
+        return self.loss_error <= self.tolerance and self.worst[1] <= self.tolerance
+
+
+def verify(
+    model: nn.Module,
+    strategy: Strategy,
+    batch: Any,
+    *,
+    loss_fn: LossFunction | None = None,
+    tolerance: float | None = None,
+) -> Verification:
+    """Compare the loss and every gradient of one step with a single process. All ranks call this.
+
+    The model's parameters and gradients are left as they were.
+
+    Args:
+        model: The same on every rank.
+        strategy: For this model and number of processes.
+        batch: One mini-batch.
+        loss_fn: As it was given to `plan`.
+        tolerance: Relative; by default 1e-9 for a model in float64 and 1e-4 in float32.
+
+    Raises:
+        GraphPipeError: The strategy is for another model or number of processes, or a task failed.
+    """
+    dtypes = {p.dtype for p in model.parameters()}
+    if tolerance is None:
+        tolerance = 1e-9 if dtypes == {torch.float64} else 1e-4
+    shadow = copy.deepcopy(model)
+    pipeline = Pipeline(shadow, strategy, loss_fn=loss_fn, example_batch=batch)
+    found = pipeline.forward_backward(batch)
+    gradients = pipeline.gather_gradients()
+    reference_loss, reference = _single_process(model, batch, loss_fn)
+    errors = {name: _error(gradients.get(name), expected) for name, expected in reference.items()}
+    unexpected = set(gradients) - set(reference)
+    if unexpected:
+        raise GraphPipeError(f"the strategy trains parameters that the model lacks: {sorted(unexpected)[:3]}")
+    dist.barrier()
+    return Verification(found.loss, reference_loss, errors, tolerance)
+
+
+def _single_process(
+    model: nn.Module, batch: Any, loss_fn: LossFunction | None
+) -> tuple[float, dict[str, Tensor | None]]:
+    reference = copy.deepcopy(model).train(model.training)
+    for parameter in reference.parameters():
+        parameter.grad = None
+    loss = capture_loss(reference, batch, loss_fn)
+    loss.backward()
+    return float(loss.detach()), {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
+
+
+def _error(found: Tensor | None, expected: Tensor | None) -> float:
+    if expected is None:
+        return 0.0 if found is None else float(found.abs().max())
+    if found is None:
+        return 0.0 if not expected.any() else float("inf")
+    scale = max(float(expected.abs().max()), torch.finfo(expected.dtype).eps)
+    return float((found - expected).abs().max()) / scale

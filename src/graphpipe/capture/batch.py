@@ -1,0 +1,217 @@
+"""Batches as users hold them, and as flat tensors by name.
+
+A batch is a mapping from names to tensors, plain values, or nested lists, tuples and dicts of these; or a tuple, list or
+single tensor of positional arguments. Flattened, each tensor has a name: ``pixel_values``, or ``xs.0`` for the first
+entry of a list.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphpipe.capture.specs import SampleLayout, ValueSpec
+from graphpipe.errors import BatchError, CaptureError
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The structure of a batch: which tensors it has, which of them hold samples, and the plain values between.
+
+    The number of samples of a batch is the most common size of axis 0 among its tensors, of equally common ones the
+    first; a tensor of another size along axis 0, or without axes, is taken not to depend on the batch.
+
+    Attributes:
+        inputs: The tensors by name, in order.
+        constants: The plain values by name.
+        num_samples: The samples of the example batch.
+        is_positional: Whether the batch is a tuple, list or tensor of positional arguments, not a mapping.
+    """
+
+    inputs: Mapping[str, ValueSpec]
+    constants: Mapping[str, Any]
+    num_samples: int
+    is_positional: bool
+    _positional_names: tuple[str, ...]
+    _names: tuple[str, ...]
+    _tree: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, example_batch: Any, positional_names: Sequence[str]) -> BatchLayout:
+        """Return the layout of an example batch.
+
+        Args:
+            example_batch: The batch.
+            positional_names: The names of the arguments when the batch is positional.
+
+        Raises:
+            CaptureError: The batch has no tensor, fewer than 2 samples, or a tensor that needs a gradient.
+        """
+        is_positional = not isinstance(example_batch, Mapping)
+        named = _flatten(example_batch, positional_names)
+        tensors = {name: leaf for name, leaf in named.leaves if isinstance(leaf, Tensor)}
+        sizes = Counter(t.shape[0] for t in tensors.values() if t.dim())
+        if not sizes:
+            raise CaptureError("the example batch has no tensor with a sample axis; pass a batch of at least 2 samples")
+        num_samples = sizes.most_common(1)[0][0]
+        if num_samples < 2:
+            raise CaptureError(
+                f"the example batch has {num_samples} sample; pass at least 2, because a size of 1 along axis 0 cannot "
+                "be told from a fixed dimension"
+            )
+        inputs = {}
+        for name, tensor in tensors.items():
+            if tensor.requires_grad:
+                raise CaptureError(f"input {name!r} of the example batch needs a gradient; detach it")
+            holds_samples = tensor.dim() > 0 and tensor.shape[0] == num_samples
+            shape = (1, *tensor.shape[1:]) if holds_samples else tuple(tensor.shape)
+            inputs[name] = ValueSpec(name, tensor.dtype, shape, SampleLayout(0, 1) if holds_samples else None, False)
+        constants = {name: leaf for name, leaf in named.leaves if not isinstance(leaf, Tensor)}
+        names = tuple(name for name, _ in named.leaves)
+        return cls(inputs, constants, num_samples, is_positional, tuple(positional_names), names, named.tree)
+
+    @property
+    def entries(self) -> list[str]:
+        """The names of the batch's top-level entries, in order."""
+        return list(dict.fromkeys(name.split(".")[0] for name in self._names))
+
+    def flatten(self, batch: Any) -> dict[str, Tensor]:
+        """Return the tensors of a batch by name.
+
+        Raises:
+            BatchError: A name is missing or unknown; a tensor has another number of dimensions, fixed size or dtype
+                than the example's; the tensors disagree on the number of samples; or a plain value differs from the
+                example's.
+        """
+        if isinstance(batch, Mapping) == self.is_positional:
+            kind = "a tuple of positional arguments" if self.is_positional else "a mapping from names to tensors"
+            raise BatchError(f"the model was captured with {kind}; the batch is a {type(batch).__name__}")
+        leaves = dict(_flatten(batch, self._positional_names).leaves)
+        self._check_names(leaves)
+        tensors: dict[str, Tensor] = {}
+        for name in self._names:
+            leaf = leaves[name]
+            if name in self.inputs:
+                if not isinstance(leaf, Tensor):
+                    raise BatchError(f"input {name!r} must be a tensor, got {type(leaf).__name__}")
+                _check_tensor(self.inputs[name], leaf)
+                tensors[name] = leaf
+            elif isinstance(leaf, Tensor) or leaf != self.constants[name]:
+                raise BatchError(
+                    f"{name!r} was {self.constants[name]!r} when the model was captured and is "
+                    f"{'a tensor' if isinstance(leaf, Tensor) else repr(leaf)} now; capture the model again with it"
+                )
+        self.num_samples_of(tensors)
+        return tensors
+
+    def num_samples_of(self, tensors: Mapping[str, Tensor]) -> int:
+        """Return the number of samples of a flat batch.
+
+        Raises:
+            BatchError: The tensors disagree.
+        """
+        counts = {name: tensors[name].shape[0] for name, spec in self.inputs.items() if spec.layout is not None}
+        if len(set(counts.values())) > 1:
+            first = next(iter(counts))
+            other = next(name for name in counts if counts[name] != counts[first])
+            raise BatchError(
+                f"input {first!r} has {counts[first]} samples and input {other!r} has {counts[other]}; "
+                "all inputs of a batch need the same number"
+            )
+        return next(iter(counts.values()))
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the batch of these tensors, in the order of `inputs`, with the example's plain values between."""
+        found = iter(tensors)
+        return pytree.tree_unflatten(
+            [next(found) if name in self.inputs else self.constants[name] for name in self._names], self._tree
+        )
+
+    def _check_names(self, leaves: Iterable[str]) -> None:
+        given = set(leaves)
+        for name in self._names:
+            if name not in given:
+                unknown = [n for n in given if n not in self._names]
+                raise BatchError(f"the batch has no input `{name}`{_hint(name, unknown, 'it has')}")
+        for name in given:
+            if name not in self._names:
+                raise BatchError(f"the model has no input `{name}`{_hint(name, self._names, 'did you mean')}")
+
+
+def resize(layout: BatchLayout, tensors: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+    """Return a flat batch of `num_samples` samples: those of `tensors`, repeated or cut as needed."""
+    found = {}
+    for name, tensor in tensors.items():
+        if layout.inputs[name].layout is None:
+            found[name] = tensor
+        else:
+            found[name] = tensor[torch.arange(num_samples, device=tensor.device) % tensor.shape[0]]
+    return found
+
+
+def closest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that looks most like `name`, or None if none does."""
+    found = difflib.get_close_matches(name, sorted(candidates), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _hint(name: str, candidates: Iterable[str], words: str) -> str:
+    near = closest(name, candidates)
+    return f"; {words} `{near}`{'?' if words.startswith('did') else ''}" if near else ""
+
+
+@dataclass(frozen=True)
+class _Flat:
+    leaves: list[tuple[str, Any]]
+    tree: pytree.TreeSpec
+
+
+def _flatten(batch: Any, positional_names: Sequence[str]) -> _Flat:
+    if isinstance(batch, Mapping):
+        root: Any = dict(batch)
+        rename: Callable[[str], str] = str
+    else:
+        root = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+
+        def rename(part: str) -> str:
+            index = int(part)
+            return positional_names[index] if index < len(positional_names) else part
+
+    pairs, tree = pytree.tree_flatten_with_path(root)
+    leaves = []
+    for path, leaf in pairs:
+        first, *rest = (_part(key) for key in path)
+        leaves.append((".".join([rename(first), *rest]), leaf))
+    return _Flat(leaves, tree)
+
+
+def _part(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _check_tensor(spec: ValueSpec, tensor: Tensor) -> None:
+    expected = [str(size) for size in spec.shape]
+    if spec.layout is not None:
+        expected[spec.layout.axis] = "samples"
+    told = f"[{', '.join(expected)}]"
+    if tensor.dim() != len(spec.shape):
+        raise BatchError(f"input {spec.name!r} has shape {list(tensor.shape)}; the model was captured with {told}")
+    for axis, (size, given) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
+        is_sample_axis = spec.layout is not None and axis == spec.layout.axis
+        if not is_sample_axis and size != given:
+            raise BatchError(
+                f"input {spec.name!r} has shape {list(tensor.shape)}; the model was captured with {told}. Only the "
+                "number of samples may vary: pad or crop the input, or capture the model again"
+            )
+    if tensor.dtype != spec.dtype:
+        raise BatchError(f"input {spec.name!r} is {tensor.dtype}; the model was captured with {spec.dtype}")

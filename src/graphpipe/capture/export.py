@@ -1,0 +1,241 @@
+"""A model and its loss as one exported graph over the flat tensors of a batch."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import inspect
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphpipe.capture.batch import BatchLayout, closest
+from graphpipe.errors import CaptureError
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+# The module under which the user's model is exported; taken off again from every name.
+MODEL = "model"
+
+
+class ModelWithLoss(nn.Module):
+    """A model and its loss as a function from the flat tensors of a batch to a scalar.
+
+    Args:
+        model: The user's model.
+        layout: The structure of its batches.
+        loss_fn: Takes the model's output and the batch; None if the model returns its loss.
+
+    Raises:
+        CaptureError: The names of the batch don't fit the arguments of the model's forward.
+    """
+
+    def __init__(self, model: nn.Module, layout: BatchLayout, loss_fn: LossFunction | None) -> None:
+        super().__init__()
+        self.add_module(MODEL, model)
+        self._layout = layout
+        self._loss_fn = loss_fn
+        self._accepted = _accepted_arguments(model, layout, loss_fn)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        batch = self._layout.unflatten(tensors)
+        model = getattr(self, MODEL)
+        if self._layout.is_positional:
+            output = model(*batch[: len(self._accepted)])
+            given = batch if len(batch) > 1 else batch[0]
+        else:
+            output = model(**{name: batch[name] for name in self._accepted})
+            given = batch
+        return _scalar(output) if self._loss_fn is None else _scalar(self._loss_fn(output, given), "loss_fn")
+
+
+def positional_names(model: nn.Module, count: int) -> list[str]:
+    """Return names for `count` positional inputs: forward's own, then ``batch_1`` and so on."""
+    names = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return [names[i] if i < len(names) else f"batch_{i}" for i in range(count)]
+
+
+def _accepted_arguments(model: nn.Module, layout: BatchLayout, loss_fn: LossFunction | None) -> list[str]:
+    """The batch's entries that go to the model."""
+    signature = inspect.signature(model.forward).parameters.values()
+    entries = layout.entries
+    if layout.is_positional:
+        takes_all = any(p.kind is p.VAR_POSITIONAL for p in signature)
+        named = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        accepted = entries if takes_all else entries[: len(named)]
+        if loss_fn is None and len(accepted) < len(entries):
+            raise CaptureError(
+                f"forward of {type(model).__name__} takes {len(named)} positional inputs and the example batch has "
+                f"{len(entries)}; pass a loss_fn that takes the rest"
+            )
+        return accepted
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature)
+    named = [p for p in signature if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [p.name for p in named]
+    accepted = [entry for entry in entries if takes_all or entry in names]
+    left = [entry for entry in entries if entry not in accepted]
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in entries:
+            near = closest(parameter.name, left)
+            raise CaptureError(
+                f"the example batch has no `{parameter.name}`, which forward of {type(model).__name__} needs"
+                + (f"; it has `{near}`, did you mean `{parameter.name}`?" if near else "")
+            )
+    if loss_fn is None and left:
+        near = closest(left[0], [name for name in names if name not in entries])
+        raise CaptureError(
+            f"{type(model).__name__} has no input `{left[0]}`; "
+            + (f"did you mean `{near}`?" if near else f"its inputs are {', '.join(names)}; or pass a loss_fn that reads it")
+        )
+    return accepted
+
+
+def _scalar(output: Any, source: str = "the model") -> Tensor:
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
+        loss = output[0] if output else None
+    elif not isinstance(output, Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(output).__name__}"
+        raise CaptureError(
+            f"{source} must return a scalar loss (alone, as `.loss`, under 'loss' or first in a tuple), got {got}; "
+            + ("pass a loss_fn" if source == "the model" else "reduce it with .mean() or .sum()")
+        )
+    return loss
+
+
+@contextlib.contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into train mode for the block, and every module back to its own mode after it.
+
+    A model that is in train mode already keeps the mode of each of its modules, so a part that was frozen with
+    ``eval()`` is captured that way.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _symbolic_len(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]:
+    """Let ``len(tensor)`` in the modules that define the model give a symbolic size.
+
+    The built-in must return a plain int, which would fix the batch size.
+    """
+
+    def symbolic_len(x: Any) -> Any:
+        return x.shape[0] if isinstance(x, Tensor) and x.dim() else builtins.len(x)
+
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    if loss_fn is not None:
+        names.add(getattr(loss_fn, "__module__", "builtins"))
+    shimmed = []
+    for name in sorted(names):
+        space = vars(sys.modules[name]) if name in sys.modules else None
+        if space is None or name.split(".")[0] in ("torch", "builtins", "graphpipe") or "len" in space:
+            continue
+        space["len"] = symbolic_len
+        shimmed.append(space)
+    try:
+        yield
+    finally:
+        for space in shimmed:
+            del space["len"]
+
+
+@dataclass
+class _GuardLog:
+    """The conditions on sizes that tracing relied on, each with the user's line that asked for it."""
+
+    entries: list[tuple[str, str]] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def _guard_log() -> Iterator[_GuardLog]:
+    # Export's own message about a fixed batch size has no location. The shape environment calls this method from
+    # inside the user's forward at the moment it gives up generality.
+    log = _GuardLog()
+    original = ShapeEnv._log_guard
+
+    def record(self: ShapeEnv, prefix: str, g: Any, forcing_spec: bool) -> None:
+        place = _user_line(traceback.extract_stack())
+        if place is not None:
+            log.entries.append((str(g), place))
+        original(self, prefix, g, forcing_spec)
+
+    ShapeEnv._log_guard = record  # type: ignore[method-assign]
+    try:
+        yield log
+    finally:
+        ShapeEnv._log_guard = original  # type: ignore[method-assign]
+
+
+def _user_line(frames: traceback.StackSummary) -> str | None:
+    """The innermost frame that is neither torch's nor ours, as ``file:line `code```."""
+    for frame in reversed(frames):
+        path = frame.filename.replace("\\", "/")
+        if "/torch/" in path or "/graphpipe/capture/" in path or path.startswith("<") or "contextlib" in path:
+            continue
+        return f"{frame.filename}:{frame.lineno}" + (f" `{frame.line}`" if frame.line else "")
+    return None
+
+
+def export_graph(wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLayout) -> fx.GraphModule:
+    """Return the training graph of a model and its loss, undecomposed, with the batch size as its only free size.
+
+    Raises:
+        CaptureError: The model cannot be exported so. The message has the user's file and line where known.
+    """
+    batch = Dim("batch")
+    shapes = tuple({0: batch} if spec.layout is not None else None for spec in layout.inputs.values())
+    model = getattr(wrapper, MODEL)
+    with training_mode(model), _symbolic_len(model, wrapper._loss_fn), _guard_log() as log, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(wrapper, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False)
+            return program.module(check_guards=False)  # type: ignore[return-value]
+        except CaptureError:
+            raise
+        except Exception as error:  # torch raises whatever the user's code or its own tracer met
+            raise _explained(error, type(model).__name__, layout.num_samples, log) from error
+
+
+def _explained(error: Exception, model: str, num_samples: int, log: _GuardLog) -> CaptureError:
+    kind = type(error).__name__
+    place = _user_line(traceback.extract_tb(error.__traceback__))
+    first_line = next((line for line in str(error).splitlines() if line.strip()), kind)
+    if "data-dependent" in str(error) or kind.startswith(("GuardOnDataDependent", "DataDependent", "UnsupportedOperator")):
+        return CaptureError(
+            f"{model} branches or takes a size from the values of a tensor at {place or 'an unknown line'}, so its "
+            "graph is not the same for every batch; use torch.where, or compute the condition outside of the model"
+        )
+    if "specialized" in str(error) or "Constraints violated" in str(error) or kind == "ConstraintViolationError":
+        fixed = [p for condition, p in log.entries if condition.startswith(("Eq(", "Ne("))]
+        found = (fixed or [p for _, p in log.entries] or [None])[0]
+        return CaptureError(
+            f"the batch size of {model} was fixed to {num_samples} at {found or 'an unknown line'}; take it from "
+            "`.shape[0]` of an input and write no number for it"
+        )
+    return CaptureError(
+        f"{model} cannot be exported: {kind}: {first_line}" + (f" (at {place})" if place else "")
+    )

@@ -1,0 +1,223 @@
+"""The devices to plan for, and the links between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphpipe.errors import GraphPipeError
+
+GIGABYTE = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A processor with its own memory that runs stages.
+
+    Attributes:
+        name: Shown to people, such as ``gpu3`` or ``cpu0``.
+        memory_bytes: What a process may use of its memory.
+        node: The machine that it is in; devices of one node talk over the faster link.
+        kind: A name in `graphpipe.cost.roofline.DEVICE_KINDS`.
+    """
+
+    name: str
+    memory_bytes: int
+    node: int = 0
+    kind: str = "cpu-core"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What a message between two devices costs.
+
+    Attributes:
+        latency_s: Seconds until the first byte arrives.
+        bandwidth_bytes_per_s: Bytes per second in one direction.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.bandwidth_bytes_per_s <= 0:
+            raise GraphPipeError(
+                f"a link needs a latency of at least 0 s and a positive bandwidth, got {self.latency_s} s and "
+                f"{self.bandwidth_bytes_per_s} bytes/s"
+            )
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Return the seconds that a message of `num_bytes` takes on a free link."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+# Processes on one machine, over gloo and the loopback device. Measured on two cores: a 16 MB tensor takes 12.7 ms.
+LOOPBACK = Link(latency_s=150e-6, bandwidth_bytes_per_s=1.3e9)
+# NVLink 2.0 of a V100: 25 GB/s a direction and link, three links between neighbours of a Summit node (V100 white paper,
+# WP-08608-001, 2017). InfiniBand EDR: 100 Gb/s.
+NVLINK2_X3 = Link(latency_s=5e-6, bandwidth_bytes_per_s=75e9)
+INFINIBAND_EDR = Link(latency_s=5e-6, bandwidth_bytes_per_s=12.5e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices, numbered from 0, and the two kinds of links between them.
+
+    Attributes:
+        devices: Device `i` runs the process of rank `i`. Devices of a node follow each other.
+        inside_node: The link between two devices of one node.
+        between_nodes: The link between devices of two nodes.
+
+    Raises:
+        GraphPipeError: There is no device, or a device has no memory, or a node's devices are scattered.
+    """
+
+    devices: tuple[Device, ...]
+    inside_node: Link
+    between_nodes: Link
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise GraphPipeError("a cluster needs at least one device")
+        for device in self.devices:
+            if device.memory_bytes <= 0:
+                raise GraphPipeError(f"device {device.name} has {device.memory_bytes} bytes of memory; give it some")
+        nodes = [device.node for device in self.devices]
+        if nodes != sorted(nodes):
+            raise GraphPipeError(f"list the devices node by node; their nodes are {nodes}")
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def link(self, source: int, target: int) -> Link:
+        """Return the link between two devices."""
+        same = self.devices[source].node == self.devices[target].node
+        return self.inside_node if same else self.between_nodes
+
+    def slowest_link(self, devices: Sequence[int]) -> Link:
+        """Return the slowest link among a group of devices."""
+        return self.inside_node if len({self.devices[d].node for d in devices}) <= 1 else self.between_nodes
+
+    @property
+    def devices_per_node(self) -> int:
+        """The number of devices of the largest node."""
+        nodes = [device.node for device in self.devices]
+        return max(nodes.count(node) for node in set(nodes))
+
+    @classmethod
+    def uniform(
+        cls,
+        num_devices: int,
+        *,
+        memory_bytes: int,
+        kind: str = "cpu-core",
+        devices_per_node: int | None = None,
+        inside_node: Link = LOOPBACK,
+        between_nodes: Link | None = None,
+    ) -> Cluster:
+        """Return a cluster of equal devices, filled node by node.
+
+        Raises:
+            GraphPipeError: `num_devices` is less than 1.
+        """
+        per_node = devices_per_node or max(num_devices, 1)
+        prefix = "cpu" if kind == "cpu-core" else "gpu"
+        devices = tuple(
+            Device(name=f"{prefix}{i}", memory_bytes=memory_bytes, node=i // per_node, kind=kind)
+            for i in range(num_devices)
+        )
+        return cls(devices=devices, inside_node=inside_node, between_nodes=between_nodes or inside_node)
+
+    @classmethod
+    def summit(cls, num_devices: int) -> Cluster:
+        """Return the cluster of the GraphPipe paper: nodes of four V100 with 16 GB, NVLink and InfiniBand EDR."""
+        return cls.uniform(
+            num_devices,
+            memory_bytes=16 * GIGABYTE,
+            kind="V100-16GB",
+            devices_per_node=4,
+            inside_node=NVLINK2_X3,
+            between_nodes=INFINIBAND_EDR,
+        )
+
+    @classmethod
+    def detect(cls, num_devices: int | None = None) -> Cluster:
+        """Return this machine: its GPUs where ``nvidia-smi`` finds some, else one device a CPU core.
+
+        Args:
+            num_devices: Use this many; by default all GPUs, or all cores.
+
+        Raises:
+            GraphPipeError: There are fewer GPUs than asked for. (Cores may be oversubscribed.)
+        """
+        gpus = _detect_gpus()
+        if gpus:
+            wanted = num_devices or len(gpus)
+            if wanted > len(gpus):
+                raise GraphPipeError(f"{wanted} devices are asked for, this machine has {len(gpus)} GPUs")
+            devices = tuple(
+                Device(name=f"gpu{i}", memory_bytes=memory, kind=kind) for i, (kind, memory) in enumerate(gpus[:wanted])
+            )
+            return cls(devices=devices, inside_node=NVLINK2_X3, between_nodes=INFINIBAND_EDR)
+        wanted = num_devices or len(os.sched_getaffinity(0))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls.uniform(wanted, memory_bytes=memory // max(wanted, 1))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the cluster as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
+        """Return the cluster that `to_json` wrote.
+
+        Raises:
+            GraphPipeError: A field is missing, or the cluster is not valid.
+        """
+        try:
+            return cls(
+                devices=tuple(Device(**d) for d in data["devices"]),
+                inside_node=Link(**data["inside_node"]),
+                between_nodes=Link(**data["between_nodes"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise GraphPipeError(f"the cluster is damaged: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Return the cluster in a JSON file.
+
+        Raises:
+            GraphPipeError: The file is missing or is not a cluster.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise GraphPipeError(f"there is no cluster file {str(path)!r}") from None
+        except (OSError, ValueError) as error:
+            raise GraphPipeError(f"cluster file {str(path)!r} cannot be read: {error}") from error
+        if not isinstance(data, Mapping):
+            raise GraphPipeError(f"cluster file {str(path)!r} does not hold an object")
+        return cls.from_json(data)
+
+
+def _detect_gpus() -> list[tuple[str, int]]:
+    """Return kind and memory of each GPU that ``nvidia-smi`` lists."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = []
+    for line in done.stdout.splitlines():
+        name, _, mebibytes = line.rpartition(",")
+        found.append((name.strip(), int(mebibytes) * 2**20))
+    return found

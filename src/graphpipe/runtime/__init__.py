@@ -1,0 +1,1 @@
+"""Trains a captured model by a strategy over torch.distributed."""

@@ -1,0 +1,144 @@
+"""The time that an executor writes into its trace: the wall's, or the simulator's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from graphpipe.program import AllReduce, Message
+from graphpipe.runtime.transport import Channel, Transport
+from graphpipe.schedule import Task, TaskCosts
+from graphpipe.simulator import OutgoingLinks
+
+
+class Clock(Protocol):
+    """Is told what an executor does and says when it happened."""
+
+    def start(self) -> None:
+        """Begin a mini-batch."""
+        ...
+
+    def now_s(self) -> float:
+        """Return the time."""
+        ...
+
+    def computed(self, task: Task, num_samples: int) -> None:
+        """A task has been run."""
+        ...
+
+    def posted(self, message: Message) -> None:
+        """A receive has been posted."""
+        ...
+
+    def sent(self, message: Message) -> None:
+        """A message has been sent."""
+        ...
+
+    def received(self, message: Message) -> None:
+        """A message has been received."""
+        ...
+
+    def send_awaited(self, message: Message) -> None:
+        """A send has been awaited."""
+        ...
+
+    def reduced(self, reduction: AllReduce) -> None:
+        """A reduction has been run."""
+        ...
+
+
+class WallClock:
+    """Seconds of the machine's monotonic clock, which the processes of one machine share."""
+
+    def start(self) -> None:
+        """Do nothing: the time never stops."""
+
+    def now_s(self) -> float:
+        """Return the time."""
+        return time.perf_counter()
+
+    def computed(self, task: Task, num_samples: int) -> None:
+        """Do nothing."""
+
+    def posted(self, message: Message) -> None:
+        """Do nothing."""
+
+    def sent(self, message: Message) -> None:
+        """Do nothing."""
+
+    def received(self, message: Message) -> None:
+        """Do nothing."""
+
+    def send_awaited(self, message: Message) -> None:
+        """Do nothing."""
+
+    def reduced(self, reduction: AllReduce) -> None:
+        """Do nothing."""
+
+
+class VirtualClock:
+    """The simulator's rules, followed while the executor really runs: each message carries the time of its arrival.
+
+    The makespan under this clock equals the simulator's exactly when the executor waits for what the simulator waits
+    for, which is what the tests of both want to know.
+
+    Args:
+        device: Whose clock this is.
+        costs: What tasks, messages and reductions take.
+        transport: Carries the times, on a channel of their own.
+    """
+
+    def __init__(self, device: int, costs: TaskCosts, transport: Transport) -> None:
+        self._device = device
+        self._costs = costs
+        self._transport = transport
+        self.start()
+
+    def start(self) -> None:
+        """Begin a mini-batch at zero."""
+        self._now_s = 0.0
+        self._link = OutgoingLinks(self._device, self._costs)
+        self._stamps: dict[int, torch.Tensor] = {}
+
+    def now_s(self) -> float:
+        """Return the virtual time."""
+        return self._now_s
+
+    def computed(self, task: Task, num_samples: int) -> None:
+        """Let the task's time pass."""
+        self._now_s += self._costs.compute_s(task.stage, task.phase, num_samples)
+
+    def posted(self, message: Message) -> None:
+        """Let the time of the message's arrival come."""
+        self._stamps[message.tag] = torch.zeros(1, dtype=torch.float64)
+        self._transport.post_receive(message, self._stamps[message.tag], Channel.TIME)
+
+    def sent(self, message: Message) -> None:
+        """Tell the receiver when the message arrives."""
+        arrival_s = self._link.arrival_s(self._now_s, message.target_device, message.num_bytes)
+        stamp = torch.tensor([arrival_s], dtype=torch.float64)
+        if message.is_local:
+            self._stamps[message.tag] = stamp
+        else:
+            self._transport.send(message, stamp, Channel.TIME)
+
+    def received(self, message: Message) -> None:
+        """Wait, virtually, for the message's arrival."""
+        if not message.is_local:
+            self._transport.await_receive(message, Channel.TIME)
+        self._now_s = max(self._now_s, float(self._stamps.pop(message.tag)))
+
+    def send_awaited(self, message: Message) -> None:
+        """Let go of the message's time."""
+        self._transport.await_send(message, Channel.TIME)
+
+    def reduced(self, reduction: AllReduce) -> None:
+        """Meet the other devices at the latest time of all."""
+        devices: Sequence[int] = reduction.devices
+        times = torch.zeros(len(devices), dtype=torch.float64)
+        times[devices.index(self._device)] = self._now_s
+        self._transport.all_reduce(devices, times)
+        self._now_s = float(times.max()) + self._costs.all_reduce_s(reduction.num_bytes, devices)

@@ -1,0 +1,338 @@
+"""Interprets a device's program with tensors. Its counterpart with costs is `graphpipe.simulator`.
+
+A task's inputs are detached from what produced them, so that each backward pass is a step of its own: the gradients of
+a task's outputs arrive as messages, those of its inputs leave as messages. A gradient that nobody returns is zero, and
+the gradients of several consumers are summed in the order of their stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from graphpipe.capture.specs import LossReduction, ValueSpec
+from graphpipe.errors import GraphPipeError
+from graphpipe.program import (
+    AllReduce,
+    AwaitReceive,
+    AwaitSend,
+    Compute,
+    Instruction,
+    Message,
+    OptimizerStep,
+    PostReceive,
+    Program,
+    Send,
+)
+from graphpipe.runtime.clock import Clock
+from graphpipe.runtime.stages import StageModule, StageSource, named_parameters, take_samples
+from graphpipe.runtime.transport import Transport
+from graphpipe.schedule import Phase, Task
+from graphpipe.stage import Recompute, SampleRange
+from graphpipe.trace import Span, SpanKind
+
+
+@dataclass
+class _Held:
+    """What a task keeps from its forward pass until its backward pass."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    random_state: Tensor | None = None
+
+
+@dataclass
+class _MiniBatch:
+    """Everything that belongs to the mini-batch in progress."""
+
+    program: Program
+    inputs: Mapping[str, Tensor]
+    loss: Tensor
+    arrived: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[Task, str], Tensor] = field(default_factory=dict)
+    incoming: dict[tuple[Task, str], list[Message]] = field(default_factory=dict)
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    gradients: dict[Task, dict[str, Tensor]] = field(default_factory=dict)
+    ranges: dict[Task, SampleRange] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs the instructions of one device.
+
+    Args:
+        device: Which device of the program this is.
+        source: The captured model.
+        modules: The modules of the stages that this device holds, by stage. Stages that share a parameter must share
+            the object.
+        transport: Moves messages.
+        clock: Tells the time of the trace.
+        torch_device: Where buffers are made.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        source: StageSource,
+        modules: Mapping[int, StageModule],
+        transport: Transport,
+        clock: Clock,
+        torch_device: torch.device | None = None,
+    ) -> None:
+        self.device = device
+        self.source = source
+        self.modules = modules
+        self.parameters = named_parameters(modules)
+        self.transport = transport
+        self.clock = clock
+        self.torch_device = torch_device or torch.device("cpu")
+        self.spans: list[Span] = []
+
+    def run(
+        self, program: Program, inputs: Mapping[str, Tensor], optimizer_step: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Run one mini-batch; gradients are added to the parameters.
+
+        Args:
+            program: What to do.
+            inputs: The whole mini-batch by input name.
+            optimizer_step: Called where the program says so; None to leave the parameters as they are.
+
+        Returns:
+            This device's part of the loss, float64; the loss is the sum over all devices.
+
+        Raises:
+            GraphPipeError: A task failed; the message names device, stage, task and samples.
+        """
+        instructions = program.instructions[self.device]
+        batch = _MiniBatch(program, inputs, torch.zeros((), dtype=torch.float64, device=self.torch_device))
+        for instruction in instructions:
+            if isinstance(instruction, AwaitReceive):
+                message = instruction.message
+                batch.incoming.setdefault((message.target, message.value), []).append(message)
+            elif isinstance(instruction, Compute):
+                batch.ranges[instruction.task] = instruction.samples
+        self.spans = []
+        self.clock.start()
+        for instruction in instructions:
+            self._interpret(batch, instruction, optimizer_step)
+        return batch.loss
+
+    def _interpret(
+        self, batch: _MiniBatch, instruction: Instruction, optimizer_step: Callable[[], None] | None
+    ) -> None:
+        match instruction:
+            case PostReceive(message):
+                self._post(batch, message)
+            case AwaitReceive(message):
+                if not message.is_local:
+                    self.transport.await_receive(message)
+                self.clock.received(message)
+            case Compute(task, _, samples):
+                start_s = self.clock.now_s()
+                self._compute(batch, task, samples)
+                self.clock.computed(task, len(samples))
+                kind = SpanKind.FORWARD if task.phase is Phase.FORWARD else SpanKind.BACKWARD
+                self._record(kind, start_s, task.stage, task.micro_batch)
+            case Send(message):
+                self._send(batch, message)
+            case AwaitSend(message):
+                self.transport.await_send(message)
+                self.clock.send_awaited(message)
+            case AllReduce():
+                start_s = self.clock.now_s()
+                self._all_reduce(instruction)
+                self.clock.reduced(instruction)
+                self._record(SpanKind.REDUCE, start_s)
+            case OptimizerStep():
+                if optimizer_step is not None:
+                    start_s = self.clock.now_s()
+                    optimizer_step()
+                    self._record(SpanKind.OPTIMIZER, start_s)
+
+    def _record(self, kind: SpanKind, start_s: float, stage: int = -1, micro_batch: int = -1) -> None:
+        self.spans.append(Span(self.device, kind, start_s, self.clock.now_s(), stage, micro_batch))
+
+    # ---- messages
+
+    def _post(self, batch: _MiniBatch, message: Message) -> None:
+        spec = self.source.values[message.value]
+        batch.arrived[message.tag] = self._receive_buffer(batch, message, spec)
+        self.transport.post_receive(message, batch.arrived[message.tag])
+        self.clock.posted(message)
+
+    def _receive_buffer(self, batch: _MiniBatch, message: Message, spec: ValueSpec) -> Tensor:
+        """Return a slice of the task's own buffer where samples lie one after another in memory, else a buffer."""
+        layout = spec.layout
+        if message.phase is Phase.FORWARD and layout is not None and layout.axis == 0:
+            samples = batch.ranges[message.target]
+            whole = batch.buffers.get((message.target, message.value))
+            if whole is None:
+                whole = torch.empty(spec.shape_for(len(samples)), dtype=spec.dtype, device=self.torch_device)
+                batch.buffers[message.target, message.value] = whole
+            return take_samples(whole, layout, message.samples, samples.start)
+        return torch.empty(spec.shape_for(len(message.samples)), dtype=spec.dtype, device=self.torch_device)
+
+    def _send(self, batch: _MiniBatch, message: Message) -> None:
+        samples = batch.ranges[message.source]
+        spec = self.source.values[message.value]
+        if message.phase is Phase.FORWARD:
+            tensor = batch.held[message.source.stage, message.source.micro_batch].outputs[message.value]
+        else:
+            tensor = batch.gradients[message.source][message.value]
+        piece = take_samples(tensor.detach(), spec.layout, message.samples, samples.start)
+        if message.is_local:
+            batch.arrived[message.tag] = piece
+        else:
+            if piece.dtype != spec.dtype or piece.shape != spec.shape_for(len(message.samples)):
+                raise GraphPipeError(
+                    f"{message} has shape {tuple(piece.shape)} and {piece.dtype}; it was captured with "
+                    f"{spec.shape_for(len(message.samples))} and {spec.dtype}. Capture the model with a batch of the "
+                    "same shapes and the same autocast as it is trained with"
+                )
+            self.transport.send(message, piece.contiguous())
+        self.clock.sent(message)
+
+    # ---- tasks
+
+    def _compute(self, batch: _MiniBatch, task: Task, samples: SampleRange) -> None:
+        try:
+            if task.phase is Phase.FORWARD:
+                self._forward(batch, task, samples)
+            else:
+                self._backward(batch, task, samples)
+        except Exception as error:
+            stage = batch.program.stages.stages[task.stage]
+            raise GraphPipeError(
+                f"task {task} (stage {task.stage}, micro-batch {task.micro_batch}, samples {samples.start} to "
+                f"{samples.stop - 1}, operators {stage.operators[0]!r} to {stage.operators[-1]!r}) failed on device "
+                f"{self.device}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _forward(self, batch: _MiniBatch, task: Task, samples: SampleRange) -> None:
+        stages = batch.program.stages
+        module = self.modules[task.stage]
+        has_backward = stages.has_backward[task.stage]
+        recomputes = stages.stages[task.stage].recompute is Recompute.ALL
+        self._drop_sent_outputs(batch, task, has_backward=has_backward, recomputes=recomputes)
+        inputs: dict[str, Tensor] = {}
+        for name in module.input_names:
+            if name in self.source.inputs:
+                inputs[name] = take_samples(batch.inputs[name], self.source.inputs[name].layout, samples)
+            else:
+                spec = self.source.values[name]
+                value = self._assemble(batch, task, name, spec, samples).detach()
+                inputs[name] = value.requires_grad_(spec.carries_gradient and has_backward)
+        held = _Held(inputs, {})
+        if recomputes:
+            held.random_state = torch.get_rng_state()
+        with torch.set_grad_enabled(has_backward and not recomputes):
+            outputs = module(inputs, len(samples))
+        if self.source.loss in outputs:
+            batch.loss += outputs[self.source.loss].detach().to(torch.float64) * self._loss_weight(batch, samples)
+        held.outputs = outputs
+        batch.held[task.stage, task.micro_batch] = held
+
+    def _drop_sent_outputs(self, batch: _MiniBatch, task: Task, *, has_backward: bool, recomputes: bool) -> None:
+        """Let go of the last micro-batch's outputs where no backward pass needs them: their messages hold them now."""
+        before = (task.stage, task.micro_batch - 1)
+        if not has_backward:
+            batch.held.pop(before, None)
+        elif recomputes and before in batch.held:
+            batch.held[before].outputs = {}
+
+    def _assemble(
+        self, batch: _MiniBatch, task: Task, name: str, spec: ValueSpec, samples: SampleRange
+    ) -> Tensor:
+        """Return a value over all samples of a task from the messages that brought it."""
+        messages = batch.incoming[task, name]
+        buffer = batch.buffers.pop((task, name), None)
+        found = [batch.arrived.pop(message.tag) for message in messages]
+        if len(messages) == 1 and buffer is None:
+            return found[0]
+        if buffer is None:
+            buffer = torch.empty(spec.shape_for(len(samples)), dtype=spec.dtype, device=self.torch_device)
+        for message, piece in zip(messages, found, strict=True):
+            place = take_samples(buffer, spec.layout, message.samples, samples.start)
+            if place.data_ptr() != piece.data_ptr():
+                place.copy_(piece)
+        return buffer
+
+    def _loss_weight(self, batch: _MiniBatch, samples: SampleRange) -> float:
+        if self.source.loss_reduction is LossReduction.MEAN:
+            return len(samples) / batch.program.stages.mini_batch_size
+        return 1.0
+
+    def _backward(self, batch: _MiniBatch, task: Task, samples: SampleRange) -> None:
+        held = batch.held.pop((task.stage, task.micro_batch))
+        stage = batch.program.stages.stages[task.stage]
+        if stage.recompute is Recompute.ALL:
+            held.outputs = self._recompute(task, held, len(samples))
+        outputs: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for name, output in held.outputs.items():
+            if not output.requires_grad:
+                continue
+            if name == self.source.loss:
+                outputs.append(output)
+                gradients.append(torch.full_like(output, self._loss_weight(batch, samples)))
+            elif (task, name) in batch.incoming:
+                outputs.append(output)
+                gradients.append(self._gather_gradient(batch, task, name, output, samples))
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        batch.gradients[task] = {
+            name: value.grad if value.grad is not None else torch.zeros_like(value)
+            for name, value in held.inputs.items()
+            if value.requires_grad
+        }
+        # The gradients of the task before are with their messages by now.
+        batch.gradients.pop(Task(task.stage, Phase.BACKWARD, task.micro_batch - 1), None)
+
+    def _recompute(self, task: Task, held: _Held, num_samples: int) -> dict[str, Tensor]:
+        state = torch.get_rng_state()
+        assert held.random_state is not None
+        torch.set_rng_state(held.random_state)
+        try:
+            with torch.enable_grad():
+                outputs: dict[str, Tensor] = self.modules[task.stage](held.inputs, num_samples)
+        finally:
+            torch.set_rng_state(state)
+        return outputs
+
+    def _gather_gradient(
+        self, batch: _MiniBatch, task: Task, name: str, output: Tensor, samples: SampleRange
+    ) -> Tensor:
+        """Return the gradient of an output: the sum of what its consumers returned, by stage and samples."""
+        layout = self.source.values[name].layout
+        messages = sorted(batch.incoming[task, name], key=lambda m: (m.source.stage, m.samples.start, m.source_device))
+        found = [batch.arrived.pop(message.tag) for message in messages]
+        if len(messages) == 1 and found[0].shape == output.shape:
+            return found[0]
+        total = torch.zeros_like(output, memory_format=torch.contiguous_format)
+        for message, piece in zip(messages, found, strict=True):
+            take_samples(total, layout, message.samples, samples.start).add_(piece)
+        return total
+
+    # ---- reductions
+
+    def _all_reduce(self, reduction: AllReduce) -> None:
+        """Sum gradients as one flat buffer a dtype. A gradient that no device has stays None."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for name in reduction.parameters:
+            parameter = self.parameters[name]
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for dtype in sorted(by_dtype, key=str):
+            parameters = by_dtype[dtype]
+            present = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=self.torch_device)
+            parts = [
+                (p.grad if p.grad is not None else torch.zeros_like(p)).detach().reshape(-1) for p in parameters
+            ]
+            flat = torch.cat([*parts, present])
+            self.transport.all_reduce(reduction.devices, flat)
+            *summed, counts = flat.split([p.numel() for p in parameters] + [len(parameters)])
+            for parameter, total, count in zip(parameters, summed, counts.tolist(), strict=True):
+                if count:
+                    parameter.grad = total.view_as(parameter).clone()

@@ -1,0 +1,100 @@
+"""What the runtime needs from a captured model, and how a tensor is cut by samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
+from graphpipe.graph import ComputationGraph
+from graphpipe.stage import SampleRange
+
+
+class StageModule(Protocol):
+    """A stage as a torch module, with parameters under their original names."""
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The model's inputs and the values that it reads."""
+        ...
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The values that it produces for others, and the loss."""
+        ...
+
+    def __call__(self, tensors: Mapping[str, Tensor], num_samples: int, /) -> dict[str, Tensor]:
+        """Return the outputs by name."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters."""
+        ...
+
+
+class StageSource(Protocol):
+    """A model that can hand out any of its stages: `graphpipe.capture.CapturedModel` is one."""
+
+    @property
+    def graph(self) -> ComputationGraph:
+        """The operators, and the values between them."""
+        ...
+
+    @property
+    def values(self) -> Mapping[str, ValueSpec]:
+        """What each value of the graph looks like."""
+        ...
+
+    @property
+    def inputs(self) -> Mapping[str, ValueSpec]:
+        """What each input looks like."""
+        ...
+
+    @property
+    def loss(self) -> str:
+        """The name of the loss among a stage's outputs."""
+        ...
+
+    @property
+    def loss_operator(self) -> str:
+        """The operator that produces the loss."""
+        ...
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """How the losses of micro-batches make up that of the mini-batch."""
+        ...
+
+    def flatten_batch(self, batch: Any) -> dict[str, Tensor]:
+        """Return the tensors of a batch by the names of the inputs."""
+        ...
+
+    def num_samples(self, flat: Mapping[str, Tensor]) -> int:
+        """Return the samples of a flat batch."""
+        ...
+
+    def stage_module(self, operators: Sequence[str]) -> StageModule:
+        """Return the module of a convex set of operators."""
+        ...
+
+
+def take_samples(tensor: Tensor, layout: SampleLayout | None, samples: SampleRange, origin: int = 0) -> Tensor:
+    """Return a view of some samples.
+
+    Args:
+        tensor: Holds the samples from `origin` on.
+        layout: Where they are; None for a tensor that does not depend on the batch, which is returned whole.
+        samples: Which ones, counted over the mini-batch.
+        origin: The first sample that `tensor` holds.
+    """
+    if layout is None:
+        return tensor
+    rows = layout.rows_per_sample
+    return tensor.narrow(layout.axis, (samples.start - origin) * rows, len(samples) * rows)
+
+
+def named_parameters(modules: Mapping[int, StageModule]) -> dict[str, nn.Parameter]:
+    """Return the parameters of several stages by their original names, each once."""
+    return {name: p for x in sorted(modules) for name, p in modules[x].named_parameters()}

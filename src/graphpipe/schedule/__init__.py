@@ -1,0 +1,24 @@
+"""Tasks, who waits for whom, and the orders in which devices run tasks."""
+
+from graphpipe.schedule.costs import ModelCosts, TaskCosts, UniformCosts
+from graphpipe.schedule.dependencies import Piece, dependencies, pieces
+from graphpipe.schedule.kfkb import gpipe, in_flight_limits, kfkb
+from graphpipe.schedule.task import DeviceOrder, Phase, Schedule, Task, check_schedule, device_groups
+
+__all__ = [
+    "DeviceOrder",
+    "ModelCosts",
+    "Phase",
+    "Piece",
+    "Schedule",
+    "Task",
+    "TaskCosts",
+    "UniformCosts",
+    "check_schedule",
+    "dependencies",
+    "device_groups",
+    "gpipe",
+    "in_flight_limits",
+    "kfkb",
+    "pieces",
+]

@@ -1,0 +1,197 @@
+"""A strategy: everything that the runtime needs to know to train, and everything that a person may ask about it.
+
+A strategy carries the computation graph, the profile and the cluster that it was planned with, so that it can be shown,
+simulated and compared without the model, and refused for another model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from graphpipe.cluster import Cluster
+from graphpipe.cost import CostModel, OptimizerCost, Profile
+from graphpipe.errors import GraphPipeError, StrategyError
+from graphpipe.graph import ComputationGraph
+from graphpipe.schedule import DeviceOrder, ModelCosts, Schedule, Task, check_schedule
+from graphpipe.stage import StageGraph, stages_from_json, stages_to_json
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Strategy:
+    """A stage graph with its schedule, and what they were planned for.
+
+    Attributes:
+        stages: The stage graph.
+        schedule: The order of tasks on every device.
+        profile: What the operators cost.
+        cluster: The devices; a stage's devices are positions in it, and ranks of the processes.
+        optimizer: What the optimizer keeps.
+        planner: Who made it.
+        notes: What the planner has to say about it, such as its distance from a lower bound.
+
+    Raises:
+        StrategyError: The schedule does not fit the stages, or a stage is on a device that the cluster lacks.
+    """
+
+    stages: StageGraph
+    schedule: Schedule
+    profile: Profile
+    cluster: Cluster
+    optimizer: OptimizerCost
+    planner: str = "by hand"
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for x, stage in enumerate(self.stages.stages):
+            for device in stage.devices:
+                if not 0 <= device < len(self.cluster):
+                    raise StrategyError(
+                        f"stage {x} is on device {device}; the cluster has devices 0 to {len(self.cluster) - 1}"
+                    )
+        check_schedule(self.schedule, self.stages)
+
+    @property
+    def graph(self) -> ComputationGraph:
+        """The computation graph that the stages are made of."""
+        return self.stages.graph
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Samples a step."""
+        return self.stages.mini_batch_size
+
+    @cached_property
+    def cost_model(self) -> CostModel:
+        """The costs of the graph's operators on the cluster."""
+        return CostModel(self.graph, self.profile, self.cluster, self.optimizer)
+
+    @cached_property
+    def costs(self) -> ModelCosts:
+        """The costs of the strategy's tasks."""
+        return ModelCosts(self.cost_model, self.stages)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the strategy as plain data, with the version of its schema."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "graphpipe-strategy",
+            "planner": self.planner,
+            "mini_batch_size": self.mini_batch_size,
+            "stages": stages_to_json(self.stages.stages),
+            "schedule": [
+                {"devices": list(order.devices), "tasks": " ".join(map(str, order.tasks))}
+                for order in self.schedule.orders
+            ],
+            "cluster": self.cluster.to_json(),
+            "optimizer": self.optimizer.to_json(),
+            "notes": dict(self.notes),
+            "graph_fingerprint": self.graph.fingerprint,
+            "graph": self.graph.to_json(),
+            "profile": self.profile.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Strategy:
+        """Return the strategy that `to_json` wrote.
+
+        Raises:
+            GraphPipeError: It is damaged, of another version, or contradicts itself.
+        """
+        if not isinstance(data, Mapping) or data.get("kind") != "graphpipe-strategy":
+            raise StrategyError("this is not a strategy; `graphpipe plan` writes one")
+        if data.get("schema_version") != SCHEMA_VERSION:
+            raise StrategyError(
+                f"the strategy has schema version {data.get('schema_version')!r}, this GraphPipe reads version "
+                f"{SCHEMA_VERSION}; plan again"
+            )
+        try:
+            graph = ComputationGraph.from_json(data["graph"])
+            if graph.fingerprint != data["graph_fingerprint"]:
+                raise StrategyError(
+                    f"the strategy is damaged: its graph has fingerprint {graph.fingerprint}, the file says "
+                    f"{data['graph_fingerprint']!r}; plan again"
+                )
+            orders = tuple(
+                DeviceOrder(tuple(int(d) for d in o["devices"]), tuple(map(Task.parse, o["tasks"].split())))
+                for o in data["schedule"]
+            )
+            return cls(
+                stages=StageGraph(graph, stages_from_json(data["stages"]), int(data["mini_batch_size"])),
+                schedule=Schedule(orders),
+                profile=Profile.from_json(data["profile"]),
+                cluster=Cluster.from_json(data["cluster"]),
+                optimizer=OptimizerCost.from_json(data["optimizer"]),
+                planner=str(data["planner"]),
+                notes=dict(data["notes"]),
+            )
+        except KeyError as error:
+            raise StrategyError(f"the strategy is damaged: field {error} is missing; plan again") from error
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            raise StrategyError(f"the strategy is damaged: {error}; plan again") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the strategy to a file, whole or not at all."""
+        target = Path(path)
+        text = json.dumps(self.to_json(), indent=1)
+        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            draft.write_text(text)
+            draft.replace(target)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise GraphPipeError(f"strategy file {str(path)!r} cannot be written: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Strategy:
+        """Return the strategy in a file.
+
+        Raises:
+            GraphPipeError: The file is missing, is not JSON, or is not a valid strategy.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise StrategyError(f"there is no strategy file {str(path)!r}; `graphpipe plan` writes one") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise StrategyError(f"strategy file {str(path)!r} cannot be read: {error}; plan again") from error
+        return cls.from_json(data)
+
+    def check_model(self, graph: ComputationGraph) -> None:
+        """Check that the strategy was planned for this graph.
+
+        Raises:
+            StrategyError: It was not; the message says what differs first.
+        """
+        if graph.fingerprint == self.graph.fingerprint:
+            return
+        mine = {o.name: o for o in self.graph.operators}
+        theirs = {o.name: o for o in graph.operators}
+        for name in mine:
+            if name not in theirs:
+                raise StrategyError(f"the strategy is for another model: it has operator {name!r}, this model lacks it")
+        for name, operator in theirs.items():
+            if name not in mine:
+                raise StrategyError(f"the strategy is for another model: this model has {name!r}, the strategy lacks it")
+            if operator != mine[name]:
+                raise StrategyError(f"the strategy is for another model: operator {name!r} differs; plan again")
+        raise StrategyError("the strategy is for another model: what passes between the operators differs; plan again")
+
+    def check_world_size(self, world_size: int) -> None:
+        """Check that there is a process for each device.
+
+        Raises:
+            StrategyError: There are more or fewer.
+        """
+        if world_size != len(self.cluster):
+            raise StrategyError(
+                f"the strategy is for {len(self.cluster)} devices, the job has {world_size} processes; start "
+                f"{len(self.cluster)} (torchrun --nproc-per-node {len(self.cluster)}) or plan again for {world_size}"
+            )
