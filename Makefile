@@ -29,9 +29,11 @@ setup: $(INSTALLED) ## Install the project and its tools into .venv; again only 
 # torch comes first and by its exact release: it is by far the largest download, and it brings the setuptools that the
 # project is then built with, so that no build environment of its own is needed.
 $(INSTALLED): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "There is no '$(PYTHON)' here; name a Python of 3.11 or newer: make setup PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "GraphPipe needs Python 3.11 or newer, and '$(PYTHON)' is" \
-			"$$($(PYTHON) --version 2>&1 || true); name another one: make setup PYTHON=python3.11" >&2; exit 1; }
+		echo "GraphPipe needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1);" \
+			"name another one: make setup PYTHON=python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 		echo "setup 1/3: a virtual environment in $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	@torch=$$(grep '^torch==' constraints.txt) && echo "setup 2/3: $$torch" && $(PIP_INSTALL) "$$torch"
@@ -50,7 +52,7 @@ lint: $(INSTALLED) ## Check the style, the types and the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: $(INSTALLED) ## Format the code and repair what ruff can repair
 	$(BIN)/ruff format .

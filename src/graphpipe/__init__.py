@@ -22,7 +22,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphpipe.api import Job, capture, plan, verify
+    from graphpipe.api import Job, plan, verify
     from graphpipe.cluster import Cluster, Device, Link
     from graphpipe.errors import (
         BatchError,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         PlanningError,
         StrategyError,
     )
-    from graphpipe.estimate import Estimate, estimate
     from graphpipe.runtime.pipeline import Pipeline, StepResult
     from graphpipe.strategy import Strategy
 
@@ -44,7 +43,6 @@ _HOME = {
     "Cluster": "graphpipe.cluster",
     "DeadlockError": "graphpipe.errors",
     "Device": "graphpipe.cluster",
-    "Estimate": "graphpipe.estimate",
     "GraphPipeError": "graphpipe.errors",
     "Job": "graphpipe.api",
     "Link": "graphpipe.cluster",
@@ -53,8 +51,6 @@ _HOME = {
     "StepResult": "graphpipe.runtime.pipeline",
     "Strategy": "graphpipe.strategy",
     "StrategyError": "graphpipe.errors",
-    "capture": "graphpipe.api",
-    "estimate": "graphpipe.estimate",
     "plan": "graphpipe.api",
     "verify": "graphpipe.api",
 }
@@ -65,7 +61,6 @@ __all__ = [
     "Cluster",
     "DeadlockError",
     "Device",
-    "Estimate",
     "GraphPipeError",
     "Job",
     "Link",
@@ -74,8 +69,6 @@ __all__ = [
     "StepResult",
     "Strategy",
     "StrategyError",
-    "capture",
-    "estimate",
     "plan",
     "verify",
 ]
@@ -85,7 +78,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'graphpipe' has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOME[name]), name)
-    # `estimate` is also the name of a submodule, which importing it binds here; the function takes its place.
     globals()[name] = found
     return found
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,10 @@ class Cluster:
         wanted = num_devices or len(os.sched_getaffinity(0))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls.uniform(wanted, memory_bytes=memory // max(wanted, 1))
+
+    def with_memory(self, memory_bytes: int) -> Cluster:
+        """Return the same cluster with another amount of memory on every device."""
+        return replace(self, devices=tuple(replace(d, memory_bytes=memory_bytes) for d in self.devices))
 
     def to_json(self) -> dict[str, Any]:
         """Return the cluster as plain data."""

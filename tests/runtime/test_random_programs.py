@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_models import GraphModel, OperatorShape, make_batch, reference
+from tests.graph_models import GraphModel, OperatorShape, make_batch, reference
 from graphpipe.capture.specs import LossReduction
 from graphpipe.program import lower
 from graphpipe.runtime.in_process import run_in_process

@@ -8,8 +8,9 @@ entry of a list.
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +34,14 @@ class BatchLayout:
         constants: The plain values by name.
         num_samples: The samples of the example batch.
         is_positional: Whether the batch is a tuple, list or tensor of positional arguments, not a mapping.
+        entries: The names of its top-level entries, in order.
     """
 
     inputs: Mapping[str, ValueSpec]
     constants: Mapping[str, Any]
     num_samples: int
     is_positional: bool
-    _positional_names: tuple[str, ...]
+    entries: tuple[str, ...]
     _names: tuple[str, ...]
     _tree: pytree.TreeSpec
 
@@ -75,12 +77,7 @@ class BatchLayout:
             inputs[name] = ValueSpec(name, tensor.dtype, shape, SampleLayout(0, 1) if holds_samples else None, False)
         constants = {name: leaf for name, leaf in named.leaves if not isinstance(leaf, Tensor)}
         names = tuple(name for name, _ in named.leaves)
-        return cls(inputs, constants, num_samples, is_positional, tuple(positional_names), names, named.tree)
-
-    @property
-    def entries(self) -> list[str]:
-        """The names of the batch's top-level entries, in order."""
-        return list(dict.fromkeys(name.split(".")[0] for name in self._names))
+        return cls(inputs, constants, num_samples, is_positional, named.entries, names, named.tree)
 
     def flatten(self, batch: Any) -> dict[str, Tensor]:
         """Return the tensors of a batch by name.
@@ -93,7 +90,7 @@ class BatchLayout:
         if isinstance(batch, Mapping) == self.is_positional:
             kind = "a tuple of positional arguments" if self.is_positional else "a mapping from names to tensors"
             raise BatchError(f"the model was captured with {kind}; the batch is a {type(batch).__name__}")
-        leaves = dict(_flatten(batch, self._positional_names).leaves)
+        leaves = dict(_flatten(batch, self.entries).leaves)
         self._check_names(leaves)
         tensors: dict[str, Tensor] = {}
         for name in self._names:
@@ -169,6 +166,7 @@ def _hint(name: str, candidates: Iterable[str], words: str) -> str:
 
 @dataclass(frozen=True)
 class _Flat:
+    entries: tuple[str, ...]
     leaves: list[tuple[str, Any]]
     tree: pytree.TreeSpec
 
@@ -176,20 +174,18 @@ class _Flat:
 def _flatten(batch: Any, positional_names: Sequence[str]) -> _Flat:
     if isinstance(batch, Mapping):
         root: Any = dict(batch)
-        rename: Callable[[str], str] = str
+        entries = {str(key): str(key) for key in root}
     else:
         root = (batch,) if isinstance(batch, Tensor) else tuple(batch)
-
-        def rename(part: str) -> str:
-            index = int(part)
-            return positional_names[index] if index < len(positional_names) else part
-
+        # A batch with more entries than the example's keeps their positions as names, to be refused by name.
+        entries = {str(i): n for i, n in itertools.zip_longest(range(len(root)), positional_names[: len(root)])}
+        entries = {i: n or i for i, n in entries.items()}
     pairs, tree = pytree.tree_flatten_with_path(root)
     leaves = []
     for path, leaf in pairs:
         first, *rest = (_part(key) for key in path)
-        leaves.append((".".join([rename(first), *rest]), leaf))
-    return _Flat(leaves, tree)
+        leaves.append((".".join([entries[first], *rest]), leaf))
+    return _Flat(tuple(entries.values()), leaves, tree)
 
 
 def _part(key: Any) -> str:

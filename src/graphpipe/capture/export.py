@@ -70,7 +70,7 @@ def positional_names(model: nn.Module, count: int) -> list[str]:
 def _accepted_arguments(model: nn.Module, layout: BatchLayout, loss_fn: LossFunction | None) -> list[str]:
     """The batch's entries that go to the model."""
     signature = inspect.signature(model.forward).parameters.values()
-    entries = layout.entries
+    entries = list(layout.entries)
     if layout.is_positional:
         takes_all = any(p.kind is p.VAR_POSITIONAL for p in signature)
         named = [p for p in signature if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from graphpipe.cluster import Cluster
@@ -51,7 +52,7 @@ class PlanningProblem:
                     f"{', '.join(map(str, divisors(self.mini_batch_size)))}"
                 )
 
-    @property
+    @cached_property
     def cost_model(self) -> CostModel:
         """The costs of the operators on the cluster."""
         return CostModel(self.graph, self.profile, self.cluster, self.optimizer)
@@ -94,9 +95,21 @@ def powers_of_two_dividing(number: int) -> tuple[int, ...]:
 
 
 def scheduled(
-    problem: PlanningProblem, stages: Sequence[Stage], *, planner: str, notes: dict[str, object] | None = None
+    problem: PlanningProblem,
+    stages: Sequence[Stage],
+    *,
+    planner: str,
+    k: int = 1,
+    notes: dict[str, object] | None = None,
 ) -> Strategy:
-    """Return stages with their 1F1B schedule as a strategy.
+    """Return stages with their kFkB schedule as a strategy.
+
+    Args:
+        problem: What they were planned for.
+        stages: In a topological order.
+        planner: Who planned them.
+        k: Passes in a round; 1 for 1F1B.
+        notes: What the planner has to say.
 
     Raises:
         StrategyError: The stages are not a valid stage graph.
@@ -104,7 +117,7 @@ def scheduled(
     graph = StageGraph(problem.graph, tuple(stages), problem.mini_batch_size)
     return Strategy(
         stages=graph,
-        schedule=kfkb(graph, ModelCosts(problem.cost_model, graph)),
+        schedule=kfkb(graph, ModelCosts(problem.cost_model, graph), k=k),
         profile=problem.profile,
         cluster=problem.cluster,
         optimizer=problem.optimizer,

@@ -1,0 +1,84 @@
+"""From a PyTorch model to a graph of operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphpipe.capture.accounting import account
+from graphpipe.capture.batch import BatchLayout, resize
+from graphpipe.capture.captured import CapturedModel
+from graphpipe.capture.classes import Kind
+from graphpipe.capture.describe import describe
+from graphpipe.capture.export import ModelWithLoss, export_graph, positional_names
+from graphpipe.capture.probe import NUM_SAMPLES, classify
+from graphpipe.capture.specs import LossReduction
+from graphpipe.capture.training_graph import clean
+from graphpipe.capture.units import Granularity, form_units
+
+
+def capture(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    name: str | None = None,
+    granularity: Granularity = Granularity.OPERATOR,
+) -> CapturedModel:
+    """Return a model and its loss as a graph of operators.
+
+    The model is not changed. Freeze parameters before the capture, and capture again after freezing others. A model in
+    train mode keeps the mode of each of its modules; one in eval mode is captured in train mode.
+
+    Args:
+        model: The model.
+        example_batch: A batch of at least 2 samples. A mapping from names to tensors, plain values, or nested lists,
+            tuples and dicts of these; or a tuple, list or single tensor of positional arguments. Samples are along axis
+            0. Tensors whose axis 0 has another size than most are taken not to depend on the batch. Other sizes, and
+            plain values, are the same in every batch.
+        loss_fn: Called with the model's output and the whole batch, returns the scalar loss. Then the model gets only
+            the entries of the batch that its forward accepts. Without it, the model gets the whole batch and returns
+            its loss: alone, as ``.loss``, under ``"loss"`` or first in a tuple.
+        name: What the model is called in tables and pictures; by default its class.
+        granularity: How finely the model is divided.
+
+    Raises:
+        CaptureError: The batch does not fit the model's inputs, or the model cannot be captured: its batch size is
+            fixed, it branches on the values of a tensor, or it modifies an input. The message names the line.
+    """
+    layout, tensors = _flatten(model, example_batch)
+    wrapper = ModelWithLoss(model, layout, loss_fn)
+    module = export_graph(wrapper, list(tensors.values()), layout)
+    graph = clean(module, model, list(layout.inputs))
+    accounting = account(graph, layout.num_samples)
+    classification = classify(graph, resize(layout, tensors, NUM_SAMPLES))
+    units = form_units(graph, classification, accounting, granularity)
+    description = describe(name or type(model).__name__, graph, classification, accounting, units)
+    loss_unit = next(nodes for nodes in units.members if graph.loss in nodes)
+    is_batch_wise = any(node in classification.batch_wise for node in loss_unit)
+    reduction = _loss_reduction(classification.classes[graph.loss].kind, is_batch_wise)
+    return CapturedModel(description, layout, reduction, _parameter_names(model), graph, classification, units)
+
+
+def _flatten(model: nn.Module, example_batch: Any) -> tuple[BatchLayout, dict[str, Tensor]]:
+    names: list[str] = []
+    if not isinstance(example_batch, Mapping):
+        names = positional_names(model, 1 if isinstance(example_batch, Tensor) else len(example_batch))
+    layout = BatchLayout.of(example_batch, names)
+    return layout, layout.flatten(example_batch)
+
+
+def _loss_reduction(kind: Kind, is_batch_wise: bool) -> LossReduction:
+    if is_batch_wise or kind not in (Kind.MEAN, Kind.SUM, Kind.INDEPENDENT):
+        return LossReduction.WHOLE
+    return LossReduction.SUM if kind is Kind.SUM else LossReduction.MEAN
+
+
+def _parameter_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[first[id(parameter)]] = (*found.get(first[id(parameter)], ()), name)
+    return found

@@ -1,0 +1,124 @@
+"""A captured model: its computation graph, and modules for any part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from graphpipe.capture.batch import BatchLayout, resize
+from graphpipe.capture.describe import LOSS, Description
+from graphpipe.capture.probe import Classification
+from graphpipe.capture.specs import LossReduction, ValueSpec
+from graphpipe.capture.stage_module import StageModule, build_stage
+from graphpipe.capture.training_graph import TrainingGraph
+from graphpipe.capture.units import Units
+from graphpipe.graph.computation import ComputationGraph
+
+
+class CapturedModel:
+    """A model as a graph of operators, any convex set of which can be had as a module.
+
+    Attributes:
+        graph: The operators and the values between them.
+        values: The type of each value.
+        inputs: The type of each tensor of a batch, such as ``pixel_values`` or ``xs.0``.
+        loss: The name of the loss among the outputs of the stage that computes it.
+        loss_operator: The operator that computes the loss.
+        loss_reduction: How the loss of a mini-batch follows from those of its micro-batches.
+        parameter_names: For each parameter in the graph, all of the model's names for it, its own name first. Tied
+            parameters have several.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        layout: BatchLayout,
+        loss_reduction: LossReduction,
+        parameter_names: Mapping[str, tuple[str, ...]],
+        training_graph: TrainingGraph,
+        classification: Classification,
+        units: Units,
+    ) -> None:
+        self.graph: ComputationGraph = description.graph
+        self.values: Mapping[str, ValueSpec] = description.values
+        self.inputs: Mapping[str, ValueSpec] = layout.inputs
+        self.loss = LOSS
+        self.loss_reduction = loss_reduction
+        self.parameter_names = parameter_names
+        self._layout = layout
+        self._value_names = description.value_names
+        self._training_graph = training_graph
+        self._classification = classification
+        self._units = units
+        self._position = {operator.name: i for i, operator in enumerate(self.graph.operators)}
+        position = next(i for i, nodes in enumerate(units.members) if training_graph.loss in nodes)
+        self.loss_operator = self.graph.operators[position].name
+
+    def flatten_batch(self, batch: Any) -> dict[str, Tensor]:
+        """Return the tensors of a batch by input name.
+
+        Raises:
+            BatchError: A name is missing or unknown; a tensor has another number of dimensions, fixed size or dtype
+                than the example's; the tensors disagree on the number of samples; or a plain value differs from the
+                example's.
+        """
+        return self._layout.flatten(batch)
+
+    def num_samples(self, flat: Mapping[str, Tensor]) -> int:
+        """Return the number of samples of a flat batch.
+
+        Raises:
+            BatchError: The tensors disagree.
+        """
+        return self._layout.num_samples_of(flat)
+
+    def resize_batch(self, flat: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+        """Return a flat batch of `num_samples` samples: those of `flat`, repeated or cut as needed."""
+        return resize(self._layout, flat, num_samples)
+
+    def stage_module(self, operators: Sequence[str]) -> StageModule:
+        """Return the module that runs these operators.
+
+        Args:
+            operators: Names of the graph's operators. A convex set: no path leaves it and comes back.
+
+        Raises:
+            ValueError: A name is unknown or repeated, there is none, or the set is not convex.
+        """
+        positions = self._checked(operators)
+        own = [node for i in positions for node in self._units.members[i]]
+        nodes = {*own, *self._units.repeated_for(own)}
+        inside = set(own)
+        readers = self._training_graph.readers
+        unit_nodes = {node for members in self._units.members for node in members}
+
+        def leaves(node: fx.Node) -> bool:
+            if node is self._training_graph.loss:
+                return True
+            return any(r in unit_nodes and r not in inside for r in readers.get(node, ()))
+
+        outputs = [node for node in sorted(own, key=self._training_graph.order.__getitem__) if leaves(node)]
+        is_batch_wise = any(self.graph.operators[i].is_batch_wise for i in positions)
+        counted = {} if is_batch_wise else self._classification.counted_targets
+        return build_stage(self._training_graph, nodes, self._value_names, outputs, counted)
+
+    def _checked(self, operators: Sequence[str]) -> list[int]:
+        if not operators:
+            raise ValueError("a stage needs at least one operator")
+        for name in operators:
+            if name not in self._position:
+                raise ValueError(f"{self.graph.name!r} has no operator {name!r}")
+        if len(set(operators)) != len(operators):
+            raise ValueError(f"an operator is repeated in {list(operators)}")
+        inside = {self._position[name] for name in operators}
+        after: set[int] = set()
+        for i, reads in enumerate(self.graph.predecessors):
+            if i in inside and after & set(reads):
+                raise ValueError(
+                    f"the stage is not convex: a path leaves it and comes back at {self.graph.operators[i].name!r}"
+                )
+            if i not in inside and (inside | after) & set(reads):
+                after.add(i)
+        return sorted(inside)

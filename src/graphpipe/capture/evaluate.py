@@ -1,0 +1,62 @@
+"""Running single operations of a training graph on given values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpipe.capture.nodes import is_size, value_of
+from graphpipe.capture.training_graph import TrainingGraph
+
+Adapt = Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def run_node(
+    graph: TrainingGraph,
+    node: fx.Node,
+    values: Mapping[fx.Node, Any],
+    num_samples: int,
+    adapt: Adapt | None = None,
+) -> Any:
+    """Run one operation on the values of the nodes that it reads.
+
+    Args:
+        graph: Holds the node.
+        node: The operation.
+        values: Of every node that it reads, sizes left out.
+        num_samples: What the batch symbol stands for.
+        adapt: Changes the arguments of the operator just before the call.
+    """
+
+    def look_up(argument: fx.Node) -> Any:
+        if is_size(argument):
+            return concrete(graph, value_of(argument), num_samples)
+        if argument.op == "get_attr" and argument not in values:
+            return getattr(graph.module, str(argument.target))
+        return values[argument]
+
+    args = fx.node.map_arg(node.args, look_up)
+    kwargs = fx.node.map_arg(node.kwargs, look_up)
+    if adapt is not None:
+        args, kwargs = adapt(node, args, kwargs)
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    return target(*args, **kwargs)
+
+
+def concrete(graph: TrainingGraph, size: Any, num_samples: int) -> Any:
+    """Return a symbolic number for a number of samples."""
+    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return evaluate(size.node.expr, graph.batch_symbols, num_samples)
+    return size
+
+
+def evaluate(expression: sympy.Basic, symbols: frozenset[sympy.Symbol], num_samples: int) -> int | float | bool:
+    """Return the value of an expression in the number of samples."""
+    found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(num_samples)))
+    if found.is_Boolean:
+        return bool(found)
+    return int(found) if found.is_integer else float(found)

@@ -1,0 +1,369 @@
+"""Find how every tensor of a model depends on the samples of a batch, by trying it.
+
+The graph runs on a batch of six samples, operation by operation. Each operation is then run again on the first two and
+on the last four samples, reading the matching *rows of the full run's values*, so that what came before cannot blur the
+answer. If the results are the matching rows of the full result, the operation treats samples one by one. If the full
+result is the mean or the sum of the two, it is a loss that micro-batches may share. Otherwise the operation mixes
+samples, and needs the whole mini-batch.
+
+Numbers decide only where structure leaves a choice. Whatever has no rows of its own and is not a known linear
+reduction counts as mixing samples: the answer is then exact, if slower.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, WHOLE, Kind, SampleClass
+from graphpipe.capture.evaluate import run_node
+from graphpipe.capture.losses import counted_targets, is_plain_loss
+from graphpipe.capture.nodes import inputs_of, is_random, operator_name, subgraphs, value_of, written_by
+from graphpipe.capture.training_graph import TrainingGraph, free_symbols
+from graphpipe.errors import CaptureError
+
+NUM_SAMPLES = 6
+_SPLIT = 2  # the parts are samples 0-1 and 2-5
+
+# Operators whose result over samples may be a sum or a weighted mean of those of parts.
+_REDUCTIONS = frozenset({"sum", "mean", "matmul", "mm", "bmm", "linear", "dot", "vdot", "mv", "einsum", "nansum"})
+# Linear in one argument when the others do not depend on the batch: the index of that argument, or None for all.
+_LINEAR: Mapping[str, int | None] = {
+    **dict.fromkeys(("add", "sub", "rsub", "stack", "cat"), None),
+    **dict.fromkeys(
+        ("mul", "div", "true_divide", "neg", "to", "_to_copy", "clone", "alias", "contiguous", "view", "reshape",
+         "squeeze", "unsqueeze", "expand", "sum", "mean", "select", "slice", "getitem", "permute", "transpose", "t",
+         "view_as", "reshape_as", "type_as", "flatten", "unbind", "float", "double"), 0),
+}  # fmt: skip
+# Operators that read the shape of a tensor and not its values.
+_SHAPE_ONLY = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+
+
+@dataclass(frozen=True, eq=False)
+class Classification:
+    """How the tensors of a graph depend on the samples of a batch.
+
+    Attributes:
+        classes: By node: a class, or a tuple of them where the operation gives several tensors.
+        batch_wise: The operations that need the whole mini-batch.
+        counted_targets: For the classification losses that micro-batches share, how many targets of each sample count.
+    """
+
+    classes: Mapping[fx.Node, Any]
+    batch_wise: frozenset[fx.Node]
+    counted_targets: Mapping[fx.Node, int]
+
+
+def classify(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Classification:
+    """Return the classification of a graph.
+
+    Args:
+        graph: The training graph.
+        tensors: A flat batch of `NUM_SAMPLES` samples.
+
+    Raises:
+        CaptureError: The model does not run on such a batch.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    default = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.set_default_dtype(torch.float64)
+        try:
+            torch.manual_seed(0)
+            try:
+                return _Probe(graph, _perturbed(graph, tensors)).run()
+            except Exception:  # zeroed integers may be out of the model's range, such as offsets
+                torch.manual_seed(0)
+                return _Probe(graph, tensors).run()
+        except Exception as error:
+            raise CaptureError(
+                f"the model does not run on {NUM_SAMPLES} samples made of the example batch's: {error}; the samples of "
+                "all inputs must be along axis 0 and independent of each other"
+            ) from error
+        finally:
+            torch.set_default_dtype(default)
+
+
+def _perturbed(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Make the samples differ: scale floats by 0.5 to 1, and zero some positive integers, unevenly."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, tensor in tensors.items():
+        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
+        depends = any(free_symbols(size) for size in value_of(graph.inputs[name]).shape)
+        if not depends:
+            found[name] = tensor
+        elif tensor.is_floating_point():
+            found[name] = tensor * (0.5 + 0.5 * noise).to(tensor.dtype)
+        elif tensor.is_complex():
+            found[name] = tensor * (0.5 + 0.5 * noise)
+        else:
+            zeroed = (noise < 0.25) & (tensor > 0)
+            if tensor.dim() > 1:
+                zeroed[..., 0] = False  # a mask row without a single entry gives NaN, which hides differences
+            found[name] = torch.where(zeroed, torch.zeros_like(tensor), tensor)
+    return found
+
+
+class _Probe:
+    """One pass over a graph."""
+
+    def __init__(self, graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> None:
+        self.graph = graph
+        self.values: dict[fx.Node, Any] = {}
+        # The parts' own results, for sums, means and counts: they are no rows of the full result.
+        self.parts: tuple[dict[fx.Node, Any], dict[fx.Node, Any]] = ({}, {})
+        self.classes: dict[fx.Node, Any] = {}
+        self.batch_wise: set[fx.Node] = set()
+        self.counted: dict[fx.Node, int] = {}
+        self._regions: dict[fx.GraphModule, fx.GraphModule] = {}
+        for name, placeholder in graph.inputs.items():
+            self.values[placeholder] = _double(tensors[name])
+            depends = any(free_symbols(size) for size in value_of(placeholder).shape)
+            self.classes[placeholder] = SampleClass(Kind.PER_SAMPLE) if depends else INDEPENDENT
+        for node in graph.attributes:
+            self.classes[node] = INDEPENDENT
+
+    def run(self) -> Classification:
+        """Classify every operation."""
+        last_reader = {read: node for node in self.graph.operations for read in inputs_of(node)}
+        for node in self.graph.operations:
+            for read in inputs_of(node):
+                if read in self.graph.attributes and read not in self.values:
+                    self.values[read] = _double(self.graph.attributes[read].tensor.detach())
+            self._classify(node)
+            for read in list(inputs_of(node)):
+                if last_reader[read] is node:
+                    for values in (self.values, *self.parts):
+                        values.pop(read, None)
+        self._spread_over_sums()
+        return Classification(self.classes, frozenset(self.batch_wise), self.counted)
+
+    def _classify(self, node: fx.Node) -> None:
+        reads = [(read, leaf) for read in inputs_of(node) for leaf in pytree.tree_leaves(self.classes[read])]
+        kinds = {leaf.kind for _, leaf in reads}
+        must_be_whole = (
+            Kind.WHOLE in kinds
+            or self.graph.writes_buffer(node)
+            or self._writes_shared(node, kinds)
+            or ({Kind.MEAN, Kind.SUM} & kinds and not self._is_linear(node))
+        )
+        draws = is_random(node) and "dropout" not in operator_name(node) and not subgraphs(node)
+        parts: list[Any] | None = None
+        if not must_be_whole and not draws:
+            try:
+                # Before the full run: an operation in place changes what it reads.
+                parts = [self._run_part(node, k) for k in (0, 1)]
+            except Exception:  # whatever an operator says of sizes that don't fit together
+                parts = None
+        self.values[node] = run_node(self.graph, node, self.values, NUM_SAMPLES, self._adapt)
+        recorded = value_of(node)
+        leaves, tree = pytree.tree_flatten(self.values[node])
+        fakes = pytree.tree_leaves(recorded)
+        part_leaves = [pytree.tree_leaves(part) for part in parts] if parts is not None else []
+        found = []
+        for i, (leaf, fake) in enumerate(zip(leaves, fakes, strict=True)):
+            if not isinstance(leaf, Tensor) or self._is_unused(node, i):
+                found.append(INDEPENDENT)
+            elif parts is not None:
+                found.append(self._compare(node, fake, leaf, [p[i] for p in part_leaves], kinds))
+            else:
+                by_shape = _rows_by_shape(fake)
+                found.append(by_shape if by_shape is not None else WHOLE)
+                if not draws or by_shape is None or "perm" in operator_name(node):
+                    self.batch_wise.add(node)
+        if any(f.kind is Kind.WHOLE for f in found):
+            # Rows are a matter of convention for the result of an operation that mixes samples; readers are tested.
+            self.batch_wise.add(node)
+            found = [(_rows_by_shape(fake) or f) if f.kind is Kind.WHOLE else f for f, fake in zip(found, fakes, strict=True)]
+        elif parts is not None:
+            for k in (0, 1):
+                self.parts[k][node] = parts[k]
+            count = counted_targets(node, self.values, NUM_SAMPLES)
+            if count is not None and MEAN in found:
+                self.counted[node] = count
+        self.classes[node] = pytree.tree_unflatten(found, tree)
+
+    def _is_unused(self, node: fx.Node, i: int) -> bool:
+        """Whether nothing reads entry `i` of a tuple, such as the bookkeeping that ``embedding_bag`` returns."""
+        readers = self.graph.readers.get(node, ())
+        is_flat = isinstance(value_of(node), tuple | list) and all(r.target is operator.getitem for r in readers)
+        return is_flat and all(r.args[1] != i for r in readers)
+
+    def _run_part(self, node: fx.Node, k: int) -> Any:
+        start, stop = ((0, _SPLIT), (_SPLIT, NUM_SAMPLES))[k]
+        writes = bool(written_by(node)) or bool(subgraphs(node))
+        values: dict[fx.Node, Any] = {}
+        for read in inputs_of(node):
+            leaves, tree = pytree.tree_flatten(self.values[read])
+            own = pytree.tree_leaves(self.parts[k].get(read))
+            taken = []
+            for i, (leaf, kind) in enumerate(zip(leaves, pytree.tree_leaves(self.classes[read]), strict=True)):
+                if not isinstance(leaf, Tensor):
+                    taken.append(leaf)
+                elif kind.kind is Kind.PER_SAMPLE:
+                    taken.append(kind.part(leaf, start, stop, NUM_SAMPLES))
+                elif kind.kind is Kind.INDEPENDENT:
+                    taken.append(leaf.clone() if writes else leaf)
+                else:
+                    taken.append(own[i])
+            values[read] = pytree.tree_unflatten(taken, tree)
+        return run_node(self.graph, node, values, stop - start, self._adapt)
+
+    def _compare(self, node: fx.Node, fake: Tensor, full: Tensor, parts: list[Tensor], kinds: set[Kind]) -> SampleClass:
+        axes = [axis for axis, size in enumerate(fake.shape) if free_symbols(size)]
+        if len(axes) == 1:
+            rows = self._rows(axes[0], full, parts)
+            if rows is not WHOLE:
+                return rows
+        if kinds <= {Kind.INDEPENDENT, Kind.COUNT}:
+            same = not axes and all(_equal(part, full) for part in parts)
+            return INDEPENDENT if same else COUNT
+        if axes:
+            return WHOLE
+        if Kind.MEAN not in kinds and Kind.SUM not in kinds and operator_name(node) in _SHAPE_ONLY:
+            return INDEPENDENT if all(_equal(part, full) for part in parts) else WHOLE
+        is_reduction = operator_name(node) in _REDUCTIONS or is_plain_loss(node)
+        if not full.is_floating_point() or not full.any() or not (is_reduction or {Kind.MEAN, Kind.SUM} & kinds):
+            return WHOLE  # numbers alone prove nothing here: a zero is mean and sum of zeros
+        weights = (_SPLIT / NUM_SAMPLES, 1 - _SPLIT / NUM_SAMPLES)
+        if _equal(parts[0] * weights[0] + parts[1] * weights[1], full):
+            return MEAN
+        return SUM if _equal(parts[0] + parts[1], full) else WHOLE
+
+    def _rows(self, axis: int, full: Tensor, parts: list[Tensor]) -> SampleClass:
+        """The first way to see the axis as ``outer * samples * inner`` that gives the parts."""
+        rows, rest = divmod(full.shape[axis], NUM_SAMPLES)
+        if rest or [p.shape[axis] for p in parts] != [rows * _SPLIT, rows * (NUM_SAMPLES - _SPLIT)]:
+            return WHOLE
+        for outer in range(1, rows + 1):
+            if rows % outer:
+                continue
+            found = SampleClass(Kind.PER_SAMPLE, axis, outer, rows // outer)
+            spans = ((0, _SPLIT), (_SPLIT, NUM_SAMPLES))
+            if all(_equal(found.part(full, *span, NUM_SAMPLES), p) for span, p in zip(spans, parts, strict=True)):
+                return found
+        return WHOLE
+
+    def _writes_shared(self, node: fx.Node, kinds: set[Kind]) -> bool:
+        """Whether an operation in place puts what depends on the batch into a tensor without samples of its own."""
+        written = written_by(node)
+        if not written:
+            return False
+        targets = {leaf.kind for w in written for leaf in pytree.tree_leaves(self.classes[w])}
+        return bool({Kind.MEAN, Kind.SUM} & kinds) or (Kind.INDEPENDENT in targets and kinds != {Kind.INDEPENDENT})
+
+    def _is_linear(self, node: fx.Node) -> bool:
+        """Whether an operation is linear in the means and sums that it reads, all of one kind."""
+        name = operator_name(node)
+        if name not in _LINEAR:
+            return False
+        shared = [(r, leaf.kind) for r in inputs_of(node) for leaf in pytree.tree_leaves(self.classes[r])]
+        shared = [(r, kind) for r, kind in shared if kind in (Kind.MEAN, Kind.SUM)]
+        position = _LINEAR[name]
+        if position is None:
+            return len({kind for _, kind in shared}) == 1
+        first = node.args[position] if node.args else None
+        if name == "mul" and len({r for r, _ in shared}) == 1:
+            return sum(argument is shared[0][0] for argument in node.args) == 1
+        return {r for r, _ in shared} == {first} and sum(argument is first for argument in node.args) == 1
+
+    def _spread_over_sums(self) -> None:
+        """Make every operation around a mean or sum batch-wise if one of them is.
+
+        Whoever reads such a value must see it of the same samples as whoever makes it.
+        """
+        links = [
+            (node, reader)
+            for node in self.graph.operations
+            if any(leaf.kind in (Kind.MEAN, Kind.SUM) for leaf in pytree.tree_leaves(self.classes[node]))
+            for reader in self.graph.readers.get(node, ())
+        ]
+        changed = True
+        while changed:
+            changed = False
+            for a, b in links:
+                if (a in self.batch_wise) != (b in self.batch_wise):
+                    self.batch_wise |= {a, b}
+                    changed = True
+        for node in self.batch_wise:
+            self.counted.pop(node, None)
+
+    def _adapt(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Compute in float64, and switch dropout off."""
+
+        def in_double(argument: Any) -> Any:
+            if isinstance(argument, torch.dtype) and argument.is_floating_point:
+                return torch.float64
+            return self._region_in_double(argument) if isinstance(argument, fx.GraphModule) else argument
+
+        args, kwargs = pytree.tree_map(in_double, (args, kwargs))
+        return without_dropout(node, args, kwargs)
+
+    def _region_in_double(self, region: fx.GraphModule) -> fx.GraphModule:
+        if region not in self._regions:
+            graph = fx.Graph()
+            output = graph.graph_copy(region.graph, {})
+            graph.output(output)
+            copied = fx.GraphModule(region, graph)
+            for node in copied.graph.nodes:
+                if node.op == "call_function":
+                    node.args, node.kwargs = self._adapt(node, node.args, dict(node.kwargs))
+            copied.recompile()
+            self._regions[region] = copied
+        return self._regions[region]
+
+
+def without_dropout(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an operator call with its dropout switched off."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return args, kwargs
+    changes = {"dropout_p": 0.0} if operator_name(node) == "scaled_dot_product_attention" else {}
+    if "dropout" in operator_name(node):
+        changes = {"train": False, "p": 0.0}
+    elif operator_name(node) in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        changes = {"dropout": 0.0}
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.name in changes:
+            if i < len(args):
+                args = (*args[:i], changes[argument.name], *args[i + 1 :])
+            elif argument.name in kwargs or not argument.kwarg_only and argument.has_default_value():
+                kwargs = {**kwargs, argument.name: changes[argument.name]}
+    return args, kwargs
+
+
+def _rows_by_shape(fake: Any) -> SampleClass | None:
+    """The rows of a tensor with one axis of a multiple of the batch size; None if there is no such axis."""
+    if not isinstance(fake, Tensor):
+        return None
+    axes = [axis for axis, size in enumerate(fake.shape) if free_symbols(size)]
+    if len(axes) != 1:
+        return None
+    expression = fake.shape[axes[0]].node.expr
+    (symbol,) = expression.free_symbols
+    rows = expression / symbol
+    return SampleClass(Kind.PER_SAMPLE, axes[0], 1, int(rows)) if rows.is_Integer else None
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return bool((a == b).all())
+    # Both sides are computed from the same numbers in float64, so only the order of additions may differ.
+    finite = b[torch.isfinite(b)]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=1e-7, atol=1e-10 * min(scale, 1e6) + 1e-300, equal_nan=True)

@@ -1,0 +1,167 @@
+"""The part of a model that one stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from graphpipe.capture.evaluate import evaluate
+from graphpipe.capture.losses import check_targets
+from graphpipe.capture.nodes import argument_of, attribute_of, is_size, value_of
+from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
+
+
+class StageModule(nn.Module):
+    """The part of a model that one stage runs, with the model's own parameters under their original names.
+
+    Parameters and buffers are the model's own objects, not copies; ``copy.deepcopy`` and ``to`` work as for any module.
+
+    Attributes:
+        input_names: The model inputs and values that `forward` reads.
+        output_names: The values that `forward` gives to other stages, and the loss if the stage computes it.
+    """
+
+    def __init__(
+        self,
+        program: fx.GraphModule,
+        attributes: Sequence[tuple[AttributeKind, str, Tensor]],
+        sizes: Sequence[sympy.Basic],
+        symbols: frozenset[sympy.Symbol],
+        input_names: tuple[str, ...],
+        output_names: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        self.input_names = input_names
+        self.output_names = output_names
+        # A plain list keeps the program, which has no state, out of the module tree: the tree has original names only.
+        self._program = [program]
+        self._constants: dict[str, Tensor] = {}
+        self._owners: list[tuple[nn.Module | None, str]] = []
+        for kind, name, tensor in attributes:
+            self._owners.append(self._register(kind, name, tensor))
+        self._sizes = tuple(sizes)
+        self._symbols = symbols
+
+    def forward(self, tensors: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+        """Run the stage on one micro-batch.
+
+        Args:
+            tensors: Every one of `input_names`; others are left alone.
+            num_samples: The samples of the micro-batch.
+
+        Returns:
+            Every one of `output_names`.
+
+        Raises:
+            ValueError: An input is missing.
+            BatchError: A mean classification loss has another number of ignored targets than the example batch.
+        """
+        for name in self.input_names:
+            if name not in tensors:
+                raise ValueError(f"the stage reads {name!r}, which is not among {sorted(tensors)}")
+        given = [tensors[name] for name in self.input_names]
+        own = [self._constants[name] if module is None else getattr(module, name) for module, name in self._owners]
+        sizes = [evaluate(size, self._symbols, num_samples) for size in self._sizes]
+        device = next((t.device for t in (*own, *given)), torch.device("cpu"))
+        results = self._program[0](*given, *own, *sizes, device)
+        return dict(zip(self.output_names, results, strict=True))
+
+    def _register(self, kind: AttributeKind, name: str, tensor: Tensor) -> tuple[nn.Module | None, str]:
+        if kind is AttributeKind.CONSTANT:
+            self._constants[name] = tensor
+            return None, name
+        *path, leaf = name.split(".")
+        module: nn.Module = self
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(leaf, tensor)
+        else:
+            module.register_buffer(leaf, tensor)
+        return module, leaf
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
+        # Tensors that the model's code makes from literals follow the module to its device and dtype.
+        super()._apply(fn, recurse)
+        self._constants = {name: fn(tensor) for name, tensor in self._constants.items()}
+        return self
+
+
+def build_stage(
+    graph: TrainingGraph,
+    nodes: Collection[fx.Node],
+    names: Mapping[fx.Node, str],
+    outputs: Sequence[fx.Node],
+    counted_targets: Mapping[fx.Node, int],
+) -> StageModule:
+    """Return the module that runs some operations of a graph.
+
+    Args:
+        graph: The training graph.
+        nodes: The operations, repeated ones included.
+        names: Of the values that may pass between stages, and of the loss.
+        outputs: The operations whose results it gives, a subset of `nodes`.
+        counted_targets: For each loss to check, how many targets of each sample count.
+    """
+    ordered = sorted(nodes, key=graph.order.__getitem__)
+    reads = [read for node in ordered for read in node.all_input_nodes]
+    reads = list(dict.fromkeys(r for r in reads if r not in nodes))
+    received = [r for r in reads if r.op == "placeholder" or (r.op == "call_function" and not is_size(r))]
+    attributes = [r for r in reads if r in graph.attributes]
+    # The batch symbol goes first, so that checks can count in samples.
+    symbol = min(graph.batch_symbols, key=str) if graph.batch_symbols else sympy.Symbol("batch")
+    counts = {node: symbol * counted_targets[node] for node in ordered if node in counted_targets}
+    numbers = [value_of(r) for r in reads if is_size(r)]
+    sizes = list(dict.fromkeys([n.node.expr for n in numbers if hasattr(n, "node")] + list(counts.values())))
+
+    program = fx.Graph()
+    environment: dict[fx.Node, Any] = {}
+    for read in received:
+        environment[read] = program.placeholder(read.name)
+    for read in attributes:
+        environment[read] = program.placeholder(read.name)
+    size_nodes = {size: program.placeholder(f"size_{i}") for i, size in enumerate(sizes)}
+    device = program.placeholder("device")
+    regions: dict[str, Any] = {}
+    for read in reads:
+        if is_size(read):
+            number = value_of(read)
+            environment[read] = size_nodes[number.node.expr] if hasattr(number, "node") else number
+        elif read not in environment:
+            regions[str(read.target)] = attribute_of(graph.module, str(read.target))
+            environment[read] = program.get_attr(str(read.target))
+
+    def place(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return environment[argument]
+        # The device of capture is baked in; the stage runs where its tensors are.
+        return device if isinstance(argument, torch.device) else argument
+
+    for node in ordered:
+        args, kwargs = fx.node.map_aggregate(node.args, place), fx.node.map_aggregate(node.kwargs, place)
+        made = program.create_node("call_function", node.target, args, kwargs, name=node.name)
+        if node in counts:
+            target = environment[argument_of(node, "target")]
+            with program.inserting_before(made):
+                checked = program.call_function(
+                    check_targets, (target, argument_of(node, "ignore_index"), size_nodes[counts[node]])
+                )
+            made.replace_input_with(target, checked)
+        environment[node] = made
+    program.output(tuple(environment[node] for node in outputs))
+    program.lint()
+    received_names = tuple(names[r] if r in names else graph.input_names[r] for r in received)
+    return StageModule(
+        fx.GraphModule(regions, program, class_name="StageProgram"),
+        [(graph.attributes[r].kind, graph.attributes[r].name, graph.attributes[r].tensor) for r in attributes],
+        sizes,
+        graph.batch_symbols,
+        received_names,
+        tuple(names[node] for node in outputs),
+    )

@@ -1,0 +1,225 @@
+"""The exported graph, cleaned: one node per tensor of the model, the model's own names, and only what the loss needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from graphpipe.capture.export import MODEL
+from graphpipe.capture.nodes import (
+    attribute_of,
+    inputs_of,
+    is_size,
+    operator_name,
+    source_line,
+    storages,
+    tensors_of,
+    value_of,
+    written_by,
+)
+from graphpipe.errors import CaptureError
+
+
+class AttributeKind(StrEnum):
+    """What a tensor that belongs to the model is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    """A tensor that the model's code makes from literals."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute:
+    """A tensor that belongs to the model.
+
+    Attributes:
+        kind: What it is.
+        name: The model's own name for it, of tied ones the first.
+        tensor: The model's own object.
+    """
+
+    kind: AttributeKind
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingGraph:
+    """The forward pass of a model and its loss.
+
+    Attributes:
+        module: Holds the nodes.
+        attributes: The model's tensors by node.
+        inputs: The batch's tensors: the placeholder of each input name.
+        operations: The tensor operations that the loss or a buffer needs, in order. Sizes are not among them.
+        loss: The operation that gives the loss.
+        batch_symbols: The symbols that stand for the number of samples.
+    """
+
+    module: fx.GraphModule
+    attributes: Mapping[fx.Node, Attribute]
+    inputs: Mapping[str, fx.Node]
+    operations: tuple[fx.Node, ...]
+    loss: fx.Node
+    batch_symbols: frozenset[sympy.Symbol]
+
+    @cached_property
+    def order(self) -> Mapping[fx.Node, int]:
+        """The position of each operation."""
+        return {node: i for i, node in enumerate(self.operations)}
+
+    @cached_property
+    def input_names(self) -> Mapping[fx.Node, str]:
+        """The name of each placeholder."""
+        return {node: name for name, node in self.inputs.items()}
+
+    @cached_property
+    def readers(self) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
+        """For each node, the operations that read its tensors, in order."""
+        found: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self.operations:
+            for read in inputs_of(node):
+                found[read].append(node)
+        return {node: tuple(readers) for node, readers in found.items()}
+
+    @cached_property
+    def writers(self) -> tuple[fx.Node, ...]:
+        """The operations that write a tensor in place, in order."""
+        return tuple(node for node in self.operations if written_by(node))
+
+    @cached_property
+    def written_storages(self) -> frozenset[int]:
+        """The storages that some operation writes in place."""
+        return frozenset(s for node in self.writers for w in written_by(node) for s in storages(w))
+
+    def writes_buffer(self, node: fx.Node) -> bool:
+        """Return whether an operation writes a buffer of the model."""
+        buffers = {s for a in self.attributes for s in storages(a)}
+        return any(storages(written) & buffers for written in written_by(node))
+
+    def size_at(self, size: Any, num_samples: int) -> int:
+        """Return a symbolic size for a number of samples."""
+        if isinstance(size, torch.SymInt):
+            return int(size.node.expr.xreplace({symbol: sympy.Integer(num_samples) for symbol in self.batch_symbols}))
+        return int(size)
+
+    def shape_at(self, tensor: Tensor, num_samples: int) -> tuple[int, ...]:
+        """Return the shape of a recorded tensor for a number of samples."""
+        return tuple(self.size_at(size, num_samples) for size in tensor.shape)
+
+
+def clean(module: fx.GraphModule, model: nn.Module, input_names: list[str]) -> TrainingGraph:
+    """Return the cleaned graph of an exported model.
+
+    Raises:
+        CaptureError: The model writes one of its inputs, or a size depends on the values of a tensor.
+    """
+    attributes = _attributes(module, model)
+    graph = module.graph
+    for node in list(graph.nodes):
+        if operator_name(node).startswith(("_assert", "sym_constrain_range")):
+            graph.erase_node(node)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = dict(zip(input_names, placeholders, strict=True))
+    loss = next(n for n in graph.nodes if n.op == "output").all_input_nodes[0]
+    if loss.op != "call_function":
+        raise CaptureError(f"the loss of {type(model).__name__} is one of its inputs or parameters; nothing to train")
+    symbols = frozenset(
+        symbol
+        for node in placeholders
+        for tensor in tensors_of(node)
+        for size in tensor.shape
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+    )
+    operations = _live(graph, loss, attributes)
+    found = TrainingGraph(module, attributes, inputs, operations, loss, symbols)
+    _check(found, model)
+    return found
+
+
+def _attributes(module: fx.GraphModule, model: nn.Module) -> dict[fx.Node, Attribute]:
+    """Leave one node per tensor of the model, and say what each is."""
+    parameters = {id(p): name for name, p in model.named_parameters()}
+    buffers = {id(b): name for name, b in model.named_buffers()}
+    first: dict[int, fx.Node] = {}
+    found: dict[fx.Node, Attribute] = {}
+    for node in list(module.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        tensor = attribute_of(module, str(node.target))
+        if not isinstance(tensor, Tensor):
+            continue
+        if id(tensor) in first:
+            node.replace_all_uses_with(first[id(tensor)])
+            module.graph.erase_node(node)
+            continue
+        first[id(tensor)] = node
+        if id(tensor) in parameters:
+            found[node] = Attribute(AttributeKind.PARAMETER, parameters[id(tensor)], tensor)
+        elif id(tensor) in buffers:
+            found[node] = Attribute(AttributeKind.BUFFER, buffers[id(tensor)], tensor)
+        else:
+            found[node] = Attribute(AttributeKind.CONSTANT, str(node.target).removeprefix(MODEL + "."), tensor)
+    return found
+
+
+def _live(graph: fx.Graph, loss: fx.Node, attributes: Mapping[fx.Node, Attribute]) -> tuple[fx.Node, ...]:
+    """The tensor operations that the loss needs, or that write a buffer or a tensor that is needed."""
+    writers = [(node, written_by(node)) for node in graph.nodes if node.op == "call_function"]
+    writers = [(node, written) for node, written in writers if written]
+    live: set[fx.Node] = set()
+    needed = {s for node in attributes for s in storages(node)}
+    waiting = [loss]
+    while waiting:
+        while waiting:
+            node = waiting.pop()
+            if node in live:
+                continue
+            live.add(node)
+            needed |= storages(node)
+            waiting += node.all_input_nodes
+        waiting = [n for n, written in writers if n not in live and any(storages(w) & needed for w in written)]
+    return tuple(n for n in graph.nodes if n in live and n.op == "call_function" and not is_size(n))
+
+
+def _check(graph: TrainingGraph, model: nn.Module) -> None:
+    name = type(model).__name__
+    for input_name, placeholder in graph.inputs.items():
+        for writer in graph.writers:
+            if any(storages(placeholder) & storages(written) for written in written_by(writer)):
+                raise CaptureError(
+                    f"forward of {name} modifies its input {input_name!r} in place at {source_line(writer)}; "
+                    "work on a copy, such as x = x.clone()"
+                )
+    for node in graph.operations:
+        for tensor in tensors_of(node):
+            for size in tensor.shape:
+                unknown = free_symbols(size) - graph.batch_symbols
+                if unknown:
+                    raise CaptureError(
+                        f"a size in {name} depends on the values of a tensor at {source_line(node) or node.name}; "
+                        "keep the shape and use a mask or torch.where"
+                    )
+        for read in node.all_input_nodes:
+            if is_size(read) and free_symbols(value_of(read)) - graph.batch_symbols:
+                raise CaptureError(
+                    f"{name} turns the value of a tensor into a number at {source_line(read) or read.name}; "
+                    "keep it a tensor"
+                )
+
+
+def free_symbols(size: Any) -> frozenset[sympy.Symbol]:
+    """Return the symbols in a size; none for a plain number."""
+    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return frozenset(size.node.expr.free_symbols)
+    return frozenset()

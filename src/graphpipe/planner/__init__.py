@@ -1,0 +1,1 @@
+"""Planners: what is given to them, and the strategies that they find."""

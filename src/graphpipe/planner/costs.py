@@ -1,0 +1,208 @@
+"""What a stage costs to the search: seconds a micro-batch and the most samples in flight, for many stages at once.
+
+The search asks about all runs of a line of items at once, so everything here is an array over them. What it assumes is
+a little more than what `graphpipe.estimate` finds by playing the program through: the transfer buffers of a stage are
+counted at their most, and messages take the link between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpipe.cost.collectives import ring_all_reduce_s
+from graphpipe.planner.operators import Floats, OperatorTable
+from graphpipe.stage import Recompute
+
+Ints = NDArray[np.int64]
+
+# Buffers of a stage, in micro-batches: receives are posted two passes ahead, and gradients on their way out are awaited
+# four passes later (the windows of `graphpipe.program.lower`, and the pass that runs).
+RECEIVE_BUFFERS = 2
+SEND_BUFFERS = 5
+
+
+class RecomputePolicy(StrEnum):
+    """Where a planner may drop a stage's activations and compute them again."""
+
+    NEVER = "never"
+    """Nowhere."""
+    IF_NEEDED = "if-needed"
+    """Nowhere, unless nothing fits otherwise; then wherever it pays."""
+    AUTO = "auto"
+    """On any stage, wherever it pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a stage runs.
+
+    Attributes:
+        num_replicas: Its devices.
+        recompute: What it keeps until the backward pass.
+    """
+
+    num_replicas: int
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one search holds fixed.
+
+    Attributes:
+        table: The operators.
+        micro_batch_size: Samples a micro-batch.
+        num_levels: The levels of in-flight samples that are told apart. A stage at level ``l`` holds ``l`` rounds of
+            micro-batches, at the last level the whole mini-batch.
+        choices: How a stage may run, by replicas.
+        k: Passes in a round.
+    """
+
+    table: OperatorTable
+    micro_batch_size: int
+    num_levels: int
+    choices: tuple[Choice, ...]
+    k: int = 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches in a mini-batch, the smaller last one included."""
+        return -(-self.table.problem.mini_batch_size // self.micro_batch_size)
+
+    def above(self, level: int) -> int:
+        """Return the level of a stage when the stage after it has `level`."""
+        return min(level + 1, self.num_levels)
+
+    def local_size(self, num_replicas: int) -> int:
+        """Return the most samples that one replica takes at a time."""
+        return -(-self.micro_batch_size // num_replicas)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What adds up over the operators of a set, for any number of sets (``[...]``).
+
+    Attributes:
+        state_bytes: Parameters, gradients, optimizer state.
+        trainable_bytes: Parameters with a gradient.
+        has_backward: Whether a gradient flows through any.
+        is_batch_wise: Whether any mixes samples.
+        received_bytes: What a micro-batch receives from other stages.
+        returned_bytes: The part of it whose gradient goes back.
+        sent_bytes: What a micro-batch sends to other stages.
+        awaited_bytes: The part of it whose gradient comes back.
+        forward_s: ``[sizes, ...]`` seconds by local size, a batch-wise operator's share of its one pass included.
+        backward_s: ``[sizes, ...]`` likewise.
+        saved_bytes: ``[sizes, ...]`` bytes that a micro-batch keeps, likewise.
+        batch_wise_forward_s: The share of batch-wise operators in ``forward_s``. They are not recomputed.
+        batch_wise_saved_bytes: Their share in ``saved_bytes``.
+    """
+
+    state_bytes: Floats
+    trainable_bytes: Floats
+    has_backward: NDArray[np.bool_]
+    is_batch_wise: NDArray[np.bool_]
+    received_bytes: Floats
+    returned_bytes: Floats
+    sent_bytes: Floats
+    awaited_bytes: Floats
+    forward_s: Floats
+    backward_s: Floats
+    saved_bytes: Floats
+    batch_wise_forward_s: Floats
+    batch_wise_saved_bytes: Floats
+
+    def at(self, *where: int) -> Sums:
+        """Return the sums of one set."""
+        return Sums(**{f.name: getattr(self, f.name)[(..., *where)] for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class StageTables:
+    """What stages take, for each choice and any number of stages.
+
+    Attributes:
+        seconds: ``[choices, ...]`` seconds a micro-batch of the busiest of a replica's processor and its outgoing link,
+            the reduction of gradients spread over the micro-batches. Infinite where a choice is not possible.
+        levels: ``[choices, ...]`` the highest level at which the stage fits into memory; 0 where it never does.
+        only_last: ``[...]`` whether the stage only runs at the last level: it mixes samples, so it takes the whole
+            mini-batch, and everything before it holds that.
+    """
+
+    seconds: Floats
+    levels: Ints
+    only_last: NDArray[np.bool_]
+
+    def sliced(self, *where: slice) -> StageTables:
+        """Return a part of the stages."""
+        return StageTables(self.seconds[..., *where], self.levels[..., *where], self.only_last[..., *where])
+
+
+def stage_tables(setting: Setting, sums: Sums, sizes: Sequence[int]) -> StageTables:
+    """Return seconds and levels of stages from their sums.
+
+    Args:
+        setting: The search.
+        sums: The stages.
+        sizes: What the first axis of the sums by size stands for.
+    """
+    seconds, levels = [], []
+    for choice in setting.choices:
+        at = sizes.index(setting.local_size(choice.num_replicas))
+        possible = ~sums.is_batch_wise if choice.num_replicas > 1 else np.ones_like(sums.is_batch_wise)
+        seconds.append(np.where(possible, _seconds(setting, sums, choice, at), np.inf))
+        levels.append(np.where(possible, _levels(setting, sums, choice, at), 0))
+    splits = setting.micro_batch_size < setting.table.problem.mini_batch_size
+    return StageTables(np.stack(seconds), np.stack(levels), sums.is_batch_wise & splits)
+
+
+def _seconds(setting: Setting, sums: Sums, choice: Choice, at: int) -> Floats:
+    cluster = setting.table.problem.cluster
+    replicas = choice.num_replicas
+    compute_s = sums.forward_s[at] + sums.backward_s[at]
+    if choice.recompute is Recompute.ALL:
+        compute_s = compute_s + sums.forward_s[at] - sums.batch_wise_forward_s
+    slowest = cluster.slowest_link(range(len(cluster)))
+    # Transfers overlap with computing, so the busier of processor and link counts.
+    link_s = (sums.sent_bytes + sums.returned_bytes) / (replicas * slowest.bandwidth_bytes_per_s)
+    found = np.maximum(compute_s, link_s)
+    if replicas > 1:
+        ring = cluster.inside_node if replicas <= cluster.devices_per_node else slowest
+        # The time is linear in the bytes, but for nothing it is nothing.
+        slope = ring_all_reduce_s(2.0, replicas, ring) - ring_all_reduce_s(1.0, replicas, ring)
+        first = ring_all_reduce_s(1.0, replicas, ring) - slope
+        reduce_s = np.where(sums.trainable_bytes > 0, first + slope * sums.trainable_bytes, 0.0)
+        found = found + reduce_s / setting.num_micro_batches
+    return np.asarray(found, dtype=np.float64)
+
+
+def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Ints:
+    replicas, count, last = choice.num_replicas, setting.num_micro_batches, setting.num_levels
+    saved, once = sums.saved_bytes[at], np.zeros_like(sums.saved_bytes[at])
+    received, returned, awaited = (
+        each / replicas for each in (sums.received_bytes, sums.returned_bytes, sums.awaited_bytes)
+    )
+    if choice.recompute is Recompute.ALL:
+        saved, once = sums.batch_wise_saved_bytes, saved - sums.batch_wise_saved_bytes
+    buffers = returned * min(count, SEND_BUFFERS) + awaited * min(count, RECEIVE_BUFFERS)
+    free = setting.table.memory_bytes - sums.state_bytes - buffers - once
+
+    def holds(in_flight: int) -> NDArray[np.bool_]:
+        held = in_flight * saved + min(in_flight + RECEIVE_BUFFERS, count) * received
+        return np.asarray(free >= held, dtype=np.bool_)
+
+    each_level = setting.k * (saved + received)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        levels = np.floor(np.where(each_level > 0, (free - RECEIVE_BUFFERS * received) / each_level, last))
+    levels = np.where(free >= RECEIVE_BUFFERS * received, np.clip(levels, 0, last - 1), 0)
+    # There are no more receives than micro-batches, which the line above doesn't know.
+    levels = np.where(holds((last - 1) * setting.k), last - 1, levels)
+    levels = np.where(holds(count), last, levels)
+    # Nothing waits for a backward pass that never comes.
+    passes_on = free - saved >= min(count, RECEIVE_BUFFERS + 1) * received
+    return np.where(sums.has_backward, levels, np.where(passes_on, last, 0)).astype(np.int64)

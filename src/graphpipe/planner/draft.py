@@ -1,0 +1,166 @@
+"""From what a search found to stages: the parts of a stage that share its devices, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from graphpipe.graph import ComputationGraph
+from graphpipe.graph.dag import topological_order
+from graphpipe.planner.backtrack import Piece
+from graphpipe.planner.base import PlanningProblem
+from graphpipe.planner.costs import Choice
+from graphpipe.stage import Recompute, Stage, StageGraph
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStage:
+    """A stage that has no devices yet.
+
+    Attributes:
+        operators: Positions in the graph, ascending.
+        micro_batch_size: Samples a micro-batch.
+        choice: Replicas and recomputation.
+        group: Stages with the same number share their devices.
+    """
+
+    operators: tuple[int, ...]
+    micro_batch_size: int
+    choice: Choice
+    group: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Stages in a topological order, without devices."""
+
+    stages: tuple[DraftStage, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices it takes."""
+        return sum({stage.group: stage.choice.num_replicas for stage in self.stages}.values())
+
+
+def draft(problem: PlanningProblem, pieces: Iterable[Piece], micro_batch_size: int) -> Draft:
+    """Return the stages of a search, in a topological order."""
+    return ordered(problem.graph, draft_in_sequence(problem, pieces, micro_batch_size).stages)
+
+
+def draft_in_sequence(problem: PlanningProblem, pieces: Iterable[Piece], micro_batch_size: int) -> Draft:
+    """Return the stages of a search, in the order in which they are given.
+
+    An operator that mixes samples takes the whole mini-batch, so where the others of its stage do not, it becomes a
+    stage of its own on their device.
+    """
+    graph = problem.graph
+    found: list[DraftStage] = []
+    for group, piece in enumerate(pieces):
+        for operators, is_batch_wise in _layers(graph, piece.operators):
+            size = problem.mini_batch_size if is_batch_wise else micro_batch_size
+            choice = Choice(piece.choice.num_replicas, Recompute.NONE) if is_batch_wise else piece.choice
+            found.append(DraftStage(operators, size, choice, group))
+    return Draft(tuple(found))
+
+
+def _layers(graph: ComputationGraph, operators: Sequence[int]) -> list[tuple[tuple[int, ...], bool]]:
+    """Return operators split by the batch-wise ones that come before them, so that each part is convex."""
+    inside = set(operators)
+    layer: dict[int, int] = {}
+    for u in sorted(operators):
+        parity = int(graph.operators[u].is_batch_wise)
+        before = max((layer[p] for p in graph.predecessors[u] if p in inside), default=0)
+        layer[u] = before if before % 2 == parity else before + 1
+    return [
+        (tuple(u for u in sorted(operators) if layer[u] == each), each % 2 == 1) for each in sorted(set(layer.values()))
+    ]
+
+
+def ordered(graph: ComputationGraph, stages: Sequence[DraftStage]) -> Draft:
+    """Return stages in a topological order, by their first operators where it leaves a choice.
+
+    Groups are numbered in the order of their first stages, so that equal drafts compare equal.
+
+    Raises:
+        ValueError: The stages feed each other in a circle.
+    """
+    owner = {u: x for x, stage in enumerate(stages) for u in stage.operators}
+    after: list[set[int]] = [set() for _ in stages]
+    for u, v in graph.edges:
+        if owner[u] != owner[v]:
+            after[owner[u]].add(owner[v])
+    order = topological_order([sorted(out) for out in after], lambda x: stages[x].operators[0])
+    number: dict[int, int] = {}
+    for x in order:
+        number.setdefault(stages[x].group, len(number))
+    return Draft(tuple(replace(stages[x], group=number[stages[x].group]) for x in order))
+
+
+def split_late_joins(graph: ComputationGraph, plan: Draft) -> Draft:
+    """Return a draft in which no stage waits for an input before it has work that needs it.
+
+    The operators of a stage that need all of the stages before it become a stage of their own on the same devices,
+    where others need only some of them: the tail of a branch and the join behind it. Load and memory are the same, the
+    other branches no longer wait for each other.
+    """
+    return _split(graph, plan, graph.predecessors, descending=False)
+
+
+def split_early_forks(graph: ComputationGraph, plan: Draft) -> Draft:
+    """Return a draft in which no stage keeps what others wait for until it has done work that they don't need.
+
+    The mirror image of `split_late_joins`: a fork, and the head of one branch behind it.
+    """
+    return _split(graph, plan, graph.successors, descending=True)
+
+
+def _split(graph: ComputationGraph, plan: Draft, linked: Sequence[Sequence[int]], *, descending: bool) -> Draft:
+    owner = {u: x for x, stage in enumerate(plan.stages) for u in stage.operators}
+    found: list[DraftStage] = []
+    for x, stage in enumerate(plan.stages):
+        others: dict[int, frozenset[int]] = {}
+        for u in sorted(stage.operators, reverse=descending):
+            outside = frozenset(owner[p] for p in linked[u] if owner[p] != x)
+            others[u] = outside.union(*(others[p] for p in linked[u] if owner[p] == x))
+        everything = frozenset[int]().union(*others.values())
+        shared = tuple(u for u in stage.operators if others[u] == everything)
+        single = tuple(u for u in stage.operators if others[u] != everything)
+        # Two stages that do not depend on each other would be neither a join nor a fork.
+        is_linked = any(owner[p] == x and others[p] != everything for u in shared for p in linked[u])
+        for part in (single, shared) if is_linked else (stage.operators,):
+            found.append(replace(stage, operators=part))
+    return ordered(graph, found)
+
+
+def stage_graph(problem: PlanningProblem, plan: Draft, devices: Mapping[int, tuple[int, ...]] | None = None) -> StageGraph:
+    """Return a draft on devices.
+
+    Args:
+        problem: The problem.
+        plan: The draft.
+        devices: By group; by default they are numbered as the groups come.
+    """
+    by_group: dict[int, tuple[int, ...]] = {}
+    used = 0
+    for stage in plan.stages:
+        if stage.group not in by_group:
+            replicas = stage.choice.num_replicas
+            by_group[stage.group] = devices[stage.group] if devices else tuple(range(used, used + replicas))
+            used += replicas
+    names = [operator.name for operator in problem.graph.operators]
+    stages = tuple(
+        Stage(
+            operators=tuple(names[u] for u in stage.operators),
+            micro_batch_size=stage.micro_batch_size,
+            devices=by_group[stage.group],
+            recompute=stage.choice.recompute,
+        )
+        for stage in plan.stages
+    )
+    return StageGraph(problem.graph, stages, problem.mini_batch_size)
+
+
+def single_stage(problem: PlanningProblem, micro_batch_size: int, num_replicas: int, recompute: Recompute) -> Draft:
+    """Return the whole model as one stage: a single device, or data parallelism."""
+    everything = tuple(range(len(problem.graph.operators)))
+    return draft(problem, [Piece(everything, Choice(num_replicas, recompute))], micro_batch_size)

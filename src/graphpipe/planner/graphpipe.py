@@ -1,0 +1,252 @@
+"""GraphPipe's planner: graph pipeline parallelism over the shape of the graph."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from graphpipe.graph.series_parallel import decompose, knots_of
+from graphpipe.planner.backtrack import Piece
+from graphpipe.planner.base import PlanningProblem
+from graphpipe.planner.bounds import lower_bound, nothing_fits
+from graphpipe.planner.candidates import Candidate, Simulated, simulated, variants, with_sizes_of_stages
+from graphpipe.planner.costs import RecomputePolicy
+from graphpipe.planner.draft import Draft, draft
+from graphpipe.planner.improve import changed, improved
+from graphpipe.planner.layout import Chain, lay_out, line
+from graphpipe.planner.notes import plan_notes
+from graphpipe.planner.operators import OperatorTable
+from graphpipe.planner.search import DOUBT, Search, make_setting
+from graphpipe.stage import Recompute
+from graphpipe.strategy import Strategy
+
+# Plans that are changed for the better before they are simulated.
+IMPROVED_PLANS = 4
+# Plans are simulated until their schedules have had so many tasks, but at least one.
+SIMULATED_TASKS = 8_000
+# A plan with at most so many tasks is changed for the better by simulation, too.
+CHANGED_TASKS = 300
+# The part of a long schedule that is simulated to correct a guess: the stages on its longest path, so many times.
+PROBED_ROUNDS = 2
+# A guess that was corrected by a simulation may still be this far off.
+CORRECTED_DOUBT = 0.05
+
+
+class Objective(StrEnum):
+    """What a plan is judged by."""
+
+    ITERATION_TIME = "iteration-time"
+    """Seconds a mini-batch of the simulated schedule."""
+    BOTTLENECK = "bottleneck"
+    """Seconds a sample of the busiest device, as in the GraphPipe paper. It does not see the pipeline fill and drain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphPipePlanner:
+    """Plans stages that form a graph.
+
+    For each micro-batch size and two layouts of the graph, its own shape and all operators in line, the least target
+    of seconds a micro-batch is searched that the devices can keep, and plans near it are collected. The best guesses
+    are simulated, and the best simulation is returned.
+
+    Attributes:
+        objective: What a plan is judged by.
+        recompute: Where activations may be dropped and computed again.
+        k: Passes in a round of the kFkB schedule.
+        per_stage_micro_batches: Whether stages get micro-batch sizes of their own, by improving the best plan.
+        time_limit_s: Seconds after which the best plan so far is returned; a first plan is looked for in any case.
+    """
+
+    objective: Objective = Objective.ITERATION_TIME
+    recompute: RecomputePolicy = RecomputePolicy.IF_NEEDED
+    k: int = 1
+    per_stage_micro_batches: bool = False
+    time_limit_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What tables call the planner."""
+        return "graphpipe"
+
+    def plan(self, problem: PlanningProblem, *, progress: Callable[[str], None] | None = None) -> Strategy:
+        """Return the best strategy that the planner finds.
+
+        Args:
+            problem: What to plan for.
+            progress: Called now and then with a line for people.
+
+        Raises:
+            PlanningError: Nothing fits; the message names what does not, and what would.
+        """
+        return _Planning(self, problem, progress or (lambda _: None)).strategy()
+
+
+class _Planning:
+    """One call of the planner."""
+
+    def __init__(self, planner: GraphPipePlanner, problem: PlanningProblem, progress: Callable[[str], None]) -> None:
+        self.planner = planner
+        self.problem = problem
+        self.progress = progress
+        self.started_s = time.perf_counter()
+        self.table = OperatorTable(problem)
+        self.shape = decompose(problem.graph)
+        self.layout = lay_out(problem.graph, self.shape, self.table)
+        self.bound = lower_bound(self.table)
+        self.layouts = tuple(dict.fromkeys((self.layout, line(range(len(problem.graph.operators))))))
+        self.candidates: list[Candidate] = []
+        self.known: set[Draft] = set()
+        self.by_size: dict[int, float] = {}
+        self.simulated_tasks = 0
+
+    def strategy(self) -> Strategy:
+        for recompute in _attempts(self.planner.recompute):
+            self._search(recompute)
+            self._improve()
+            searched_s = time.perf_counter() - self.started_s
+            best = self._best_simulated()
+            if best is not None:
+                return self._finished(best, searched_s)
+            self.candidates.clear()
+            self.known.clear()
+        raise nothing_fits(self.table, self.layouts, _attempts(self.planner.recompute)[-1])
+
+    def value(self, plan: Candidate) -> float:
+        """Return what is minimised, by the guess."""
+        by_time = self.planner.objective is Objective.ITERATION_TIME
+        return plan.predicted.iteration_s if by_time else plan.predicted.bottleneck_s
+
+    def _is_late(self) -> bool:
+        limit_s = self.planner.time_limit_s
+        return limit_s is not None and time.perf_counter() - self.started_s > limit_s
+
+    def _search(self, recompute: Sequence[Recompute]) -> None:
+        # A good plan in the beginning lets the search pass over others; medium sizes are the likeliest.
+        batch = self.problem.mini_batch_size
+        for size in sorted(self.problem.micro_batch_sizes, key=lambda size: (abs(math.log(batch / size / 16)), size)):
+            for chain in self.layouts:
+                if self.candidates and self._is_late():
+                    return
+                self._search_size(size, chain, recompute)
+            if size in self.by_size:
+                self.progress(f"micro-batches of {size}: {self.by_size[size]:.4g} s an iteration")
+
+    def _search_size(self, size: int, chain: Chain, recompute: Sequence[Recompute]) -> None:
+        setting = make_setting(self.table, chain, size, recompute, self.planner.k)
+        count = setting.num_micro_batches
+        search = Search(setting, chain)
+        for pieces in search.single_stages():
+            self._collect(size, pieces)
+        # A device that works on every micro-batch for the target takes that long at least.
+        best_s = min((self.value(plan) for plan in self.candidates), default=search.slowest_s() * count)
+        target_s = search.least_target_s(self.bound.work_s / count, best_s / count)
+        if target_s is None:
+            return
+        for found in search.near(target_s, lambda target_s: self._is_worth(target_s * count)):
+            self._collect(size, found.pieces)
+
+    def _is_worth(self, load_s: float) -> bool:
+        if self._is_late():
+            return False
+        best_s = min((self.value(plan) for plan in self.candidates), default=float("inf"))
+        return load_s <= best_s * (1 + DOUBT)
+
+    def _collect(self, size: int, pieces: Sequence[Piece]) -> None:
+        plan = draft(self.problem, pieces, size)
+        if plan not in self.known:
+            self.known.add(plan)
+            for each in variants(self.problem, plan, size, self.planner.k):
+                self._keep(each)
+
+    def _keep(self, plan: Candidate) -> None:
+        size = plan.micro_batch_size
+        self.candidates.append(plan)
+        self.by_size[size] = min(self.by_size.get(size, float("inf")), plan.predicted.iteration_s)
+
+    def _improve(self) -> None:
+        """Add changes of the best guesses."""
+        for plan in sorted(self.candidates, key=self.value)[:IMPROVED_PLANS]:
+            for better in improved(self.problem, plan, self.value, self.planner.k):
+                if better.plan not in self.known:
+                    self.known.add(better.plan)
+                    self._keep(better)
+                if self._is_late():
+                    return
+
+    def _best_simulated(self) -> Simulated | None:
+        """Simulate the best guesses and return the best simulation, or None where no plan fits."""
+        best = self._simulate(self.candidates, None)
+        while best is not None and best.candidate.num_tasks <= CHANGED_TASKS and not self._is_late():
+            changes = changed(self.problem, best.candidate, self.planner.k)
+            if self.planner.per_stage_micro_batches:
+                changes = itertools.chain(changes, with_sizes_of_stages(self.problem, best.candidate, self.planner.k))
+            better = self._simulate(changes, best)
+            if better is best:
+                break
+            best = better
+        return best
+
+    def _simulate(self, plans: Iterable[Candidate], best: Simulated | None) -> Simulated | None:
+        """Return the best of some plans and the best so far, by simulation while there is time.
+
+        Guesses for one micro-batch size are off in the same way, so each is corrected by what the last simulation of
+        its size showed.
+        """
+        left = sorted(plans, key=self.value)
+        corrections: dict[int, float] = {}
+
+        def corrected(plan: Candidate) -> float:
+            return self.value(plan) * corrections.get(plan.micro_batch_size, 1.0)
+
+        while left:
+            plan = min(left, key=corrected)
+            left.remove(plan)
+            if best is not None:
+                hopeless = corrected(plan) > self._simulated_value(best) * (1 + CORRECTED_DOUBT)
+                if hopeless or self.simulated_tasks > SIMULATED_TASKS or self._is_late():
+                    break
+            size = plan.micro_batch_size
+            probed = PROBED_ROUNDS * plan.stages.depth * self.planner.k
+            if size not in corrections and probed * size * 2 < self.problem.mini_batch_size:
+                # A long schedule: look first whether it is worth while.
+                corrections[size] = correction(self.problem, plan, self.planner.k, probed)
+                left.append(plan)
+                continue
+            self.simulated_tasks += plan.num_tasks
+            found = simulated(self.problem, plan, self.planner.name, self.planner.k)
+            if found is None:
+                continue
+            if self.value(plan):
+                corrections[size] = self._simulated_value(found) / self.value(plan)
+            if best is None or self._simulated_value(found) < self._simulated_value(best):
+                best = found
+        return best
+
+    def _simulated_value(self, plan: Simulated) -> float:
+        by_time = self.planner.objective is Objective.ITERATION_TIME
+        return plan.estimate.iteration_s if by_time else plan.candidate.predicted.bottleneck_s
+
+    def _finished(self, best: Simulated, searched_s: float) -> Strategy:
+        notes = plan_notes(
+            self.problem, best.strategy, best.estimate, self.bound, self.by_size, knots_of(self.shape)
+        )
+        notes["search_s"] = searched_s
+        notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
+        notes["candidates"] = len(self.candidates)
+        return replace(best.strategy, notes=notes)
+
+
+def _attempts(policy: RecomputePolicy) -> tuple[tuple[Recompute, ...], ...]:
+    """Return what stages may keep of their forward pass, for one search after the other until something fits."""
+    keep, either = (Recompute.NONE,), (Recompute.NONE, Recompute.ALL)
+    match policy:
+        case RecomputePolicy.NEVER:
+            return (keep,)
+        case RecomputePolicy.IF_NEEDED:
+            return (keep, either)
+        case RecomputePolicy.AUTO:
+            return (either,)

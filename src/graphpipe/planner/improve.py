@@ -1,0 +1,162 @@
+"""Small changes of a plan, kept while the guess of its time gets better.
+
+The tables of fewest devices see the busiest stage and the depth, not how long a sample takes to come through. With few
+micro-batches that is what counts, so the best plans are tried with more replicas, fewer stages, and operators moved to
+the next stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from graphpipe.errors import StrategyError
+from graphpipe.planner.base import PlanningProblem
+from graphpipe.planner.candidates import Candidate, variants
+from graphpipe.planner.costs import Choice
+from graphpipe.planner.draft import Draft, DraftStage, ordered
+from graphpipe.planner.search import replica_counts
+
+# What may be spent on the changes of one plan. A look at a plan costs `LOOK`, and 1 for each pair of its stages.
+BUDGET = 3000
+LOOK = 16
+# In a plan of more stages a change of one makes little difference.
+MOST_STAGES = 16
+
+
+def improved(
+    problem: PlanningProblem, plan: Candidate, value: Callable[[Candidate], float], k: int
+) -> Iterator[Candidate]:
+    """Yield ever better plans, from a plan by changes that lower its value. Memory is not looked at.
+
+    Args:
+        problem: The problem.
+        plan: Where to start.
+        value: What is minimised.
+        k: Passes in a round.
+    """
+    budget = BUDGET if len(plan.stages.stages) <= MOST_STAGES else 0
+    while budget > 0:
+        best = plan
+        for each in changed(problem, plan, k):
+            budget -= LOOK + len(each.stages.stages) ** 2 // 2
+            if value(each) < value(best) * (1 - 1e-9):
+                best = each
+            if budget <= 0:
+                break
+        if best is plan:
+            return
+        plan = best
+        yield plan
+
+
+def changed(problem: PlanningProblem, plan: Candidate, k: int) -> Iterator[Candidate]:
+    """Yield the plans that one change leads to."""
+    for kind in (_replicas, _regrouped, _merged, _moved):
+        for change in kind(problem, plan):
+            yield from _valid(problem, change, plan.micro_batch_size, k)
+
+
+def _valid(problem: PlanningProblem, plan: Draft, micro_batch_size: int, k: int) -> Iterator[Candidate]:
+    try:
+        yield from variants(problem, ordered(problem.graph, plan.stages), micro_batch_size, k)
+    except (StrategyError, ValueError):
+        # A stage is not convex, or has more replicas than samples.
+        return
+
+
+def _groups(plan: Draft) -> dict[int, list[DraftStage]]:
+    found: dict[int, list[DraftStage]] = {}
+    for stage in plan.stages:
+        found.setdefault(stage.group, []).append(stage)
+    return found
+
+
+def _most_replicas(problem: PlanningProblem, stages: list[DraftStage], available: int) -> int:
+    """Return the most replicas that stages on the same devices can use, up to a number of devices."""
+    mixes = any(problem.graph.operators[u].is_batch_wise for stage in stages for u in stage.operators)
+    size = 1 if mixes else min(stage.micro_batch_size for stage in stages)
+    return replica_counts(size, available)[-1] if available else 0
+
+
+def _with_replicas(plan: Draft, group: int, num_replicas: int) -> Draft:
+    return Draft(
+        tuple(
+            replace(stage, choice=Choice(num_replicas, stage.choice.recompute)) if stage.group == group else stage
+            for stage in plan.stages
+        )
+    )
+
+
+def _replicas(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
+    """Give a group devices that are free, or those of another group."""
+    groups = _groups(plan.plan)
+    free = len(problem.cluster) - plan.plan.num_devices
+    for group, stages in groups.items():
+        now = stages[0].choice.num_replicas
+        most = _most_replicas(problem, stages, now + free)
+        if most > now:
+            yield _with_replicas(plan.plan, group, most)
+        for other, others in groups.items():
+            fewer = others[0].choice.num_replicas - 1
+            if other != group and fewer:
+                more = _most_replicas(problem, stages, now + free + 1)
+                if more > now:
+                    yield _with_replicas(_with_replicas(plan.plan, other, fewer), group, more)
+
+
+def _regrouped(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
+    """Move a stage to the devices of another group, or from shared devices to free ones."""
+    groups = _groups(plan.plan)
+    free = len(problem.cluster) - plan.plan.num_devices
+    for at, stage in enumerate(plan.plan.stages):
+        is_shared = len(groups[stage.group]) > 1
+        for group, others in groups.items():
+            count = others[0].choice.num_replicas
+            if group != stage.group and (is_shared or count >= stage.choice.num_replicas):
+                yield _with_stage(plan.plan, at, replace(stage, group=group, choice=replace(stage.choice, num_replicas=count)))
+        count = _most_replicas(problem, [stage], free)
+        if is_shared and count:
+            alone = replace(stage, group=len(groups), choice=replace(stage.choice, num_replicas=count))
+            yield _with_stage(plan.plan, at, alone)
+
+
+def _with_stage(plan: Draft, at: int, stage: DraftStage) -> Draft:
+    return Draft((*plan.stages[:at], stage, *plan.stages[at + 1 :]))
+
+
+def _merged(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
+    """Make one stage of two that follow each other, on the devices of both."""
+    free = len(problem.cluster) - plan.plan.num_devices
+    for edge in plan.stages.edges:
+        x, y = plan.plan.stages[edge.source], plan.plan.stages[edge.target]
+        if x.group == y.group or x.micro_batch_size != y.micro_batch_size:
+            continue
+        both = tuple(sorted((*x.operators, *y.operators)))
+        rest = [stage for stage in plan.plan.stages if stage not in (x, y)]
+        held = [replace(stage, group=x.group) if stage.group == y.group else stage for stage in rest]
+        merged = replace(x, operators=both)
+        members = [stage for stage in held if stage.group == x.group] + [merged]
+        available = x.choice.num_replicas + y.choice.num_replicas + free
+        count = _most_replicas(problem, members, available)
+        if count:
+            yield _with_replicas(Draft((*held, merged)), x.group, count)
+
+
+def _moved(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
+    """Move an operator over the border between two stages."""
+    graph = problem.graph
+    for edge in plan.stages.edges:
+        x, y = plan.plan.stages[edge.source], plan.plan.stages[edge.target]
+        if x.micro_batch_size != y.micro_batch_size:
+            continue
+        last = [u for u in x.operators if not set(graph.successors[u]) & set(x.operators)]
+        first = [u for u in y.operators if not set(graph.predecessors[u]) & set(y.operators)]
+        for giver, taker, movable in ((x, y, last), (y, x, first)):
+            if len(giver.operators) > 1 and len(movable) == 1:
+                u = movable[0]
+                changed = {
+                    giver: replace(giver, operators=tuple(v for v in giver.operators if v != u)),
+                    taker: replace(taker, operators=tuple(sorted((*taker.operators, u)))),
+                }
+                yield Draft(tuple(changed.get(stage, stage) for stage in plan.plan.stages))

@@ -1,0 +1,153 @@
+"""What the sequential planners share: stages that run strictly one after the other.
+
+PipeDream and Piper plan for pipelines in which each stage follows the one before it, whether or not it needs anything
+from it. Such a plan is a stage graph like any other; what makes it sequential is its schedule, which is made, and
+judged, as if every stage passed something on to the next. Its schedule and its memory are those of the chain. A
+runtime that only waits for data runs it at least as fast as it is judged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from graphpipe.cost import Profile
+from graphpipe.errors import PlanningError
+from graphpipe.estimate import Estimate, check_memory, estimate
+from graphpipe.graph import ComputationGraph, Value
+from graphpipe.planner.backtrack import Piece
+from graphpipe.planner.base import PlanningProblem
+from graphpipe.planner.bounds import lower_bound
+from graphpipe.planner.draft import Draft, draft_in_sequence, stage_graph
+from graphpipe.planner.notes import plan_notes
+from graphpipe.planner.operators import OperatorTable
+from graphpipe.planner.placement import place
+from graphpipe.planner.predict import predict
+from graphpipe.planner.search import DOUBT, TargetSearch
+from graphpipe.schedule import ModelCosts, Schedule, kfkb
+from graphpipe.stage import StageGraph
+from graphpipe.strategy import Strategy
+
+# Plans that are simulated in the end, best guess first.
+SIMULATED_PLANS = 6
+
+
+def in_sequence(problem: PlanningProblem, stages: StageGraph) -> tuple[PlanningProblem, StageGraph]:
+    """Return the problem and the stages with an empty value from each stage to the next.
+
+    The operators are listed stage by stage, so that the values lead forward.
+    """
+    graph = problem.graph
+    order = [graph.index[name] for stage in stages.stages for name in stage.operators]
+    links = tuple(
+        Value(name=f"order:{x}", producer=before.operators[-1], consumers=(after.operators[0],))
+        for x, (before, after) in enumerate(zip(stages.stages, stages.stages[1:], strict=False))
+    )
+    linked = ComputationGraph(graph.name, tuple(graph.operators[u] for u in order), graph.values + links)
+    profile = Profile(
+        tuple(o.name for o in linked.operators),
+        problem.profile.sizes,
+        problem.profile.forward_s[:, order],
+        problem.profile.backward_s[:, order],
+        problem.profile.saved_bytes[:, order],
+    )
+    chained = replace(problem, graph=linked, profile=profile)
+    return chained, StageGraph(linked, stages.stages, stages.mini_batch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    stages: StageGraph
+    chained_problem: PlanningProblem
+    chained: StageGraph
+    guess_s: float
+    micro_batch_size: int
+
+
+@dataclass
+class SequentialPlanning:
+    """Collects plans of a sequential planner, and returns the best one.
+
+    Attributes:
+        problem: The problem.
+        planner: The planner's name.
+        plans: What was collected.
+    """
+
+    problem: PlanningProblem
+    planner: str
+    started_s: float = field(default_factory=time.perf_counter)
+    plans: list[_Plan] = field(default_factory=list)
+    known: set[Draft] = field(default_factory=set)
+
+    @property
+    def best_guess_s(self) -> float:
+        """The best guess so far of the seconds of an iteration."""
+        return min((plan.guess_s for plan in self.plans), default=float("inf"))
+
+    def collect(self, pieces: Iterable[Piece], micro_batch_size: int) -> None:
+        """Add a plan: its stages in sequence."""
+        plan = draft_in_sequence(self.problem, pieces, micro_batch_size)
+        if plan in self.known:
+            return
+        self.known.add(plan)
+        stages = stage_graph(self.problem, plan, place(self.problem.graph, self.problem.cluster, plan))
+        chained_problem, chained = in_sequence(self.problem, stages)
+        guess_s = predict(chained_problem.cost_model, chained).iteration_s
+        self.plans.append(_Plan(stages, chained_problem, chained, guess_s, micro_batch_size))
+
+    def search(self, search: TargetSearch, work_s: float, progress: Callable[[str], None] | None) -> None:
+        """Add the plans of one micro-batch size.
+
+        Args:
+            search: The search.
+            work_s: Seconds of an iteration that no plan can beat.
+            progress: Called with a line for people.
+        """
+        setting = search.setting
+        size, count = setting.micro_batch_size, setting.num_micro_batches
+        for pieces in search.single_stages():
+            self.collect(pieces, size)
+        highest_s = min(self.best_guess_s / count, search.slowest_s())
+        target_s = search.least_target_s(work_s / count, highest_s)
+        if target_s is not None:
+            for found in search.near(target_s, lambda target_s: target_s * count <= self.best_guess_s * (1 + DOUBT)):
+                self.collect(found.pieces, size)
+        if progress is not None:
+            progress(f"{self.planner}, micro-batches of {size}: {self.best_guess_s:.4g} s an iteration at best so far")
+
+    def strategy(self, table: OperatorTable) -> Strategy | None:
+        """Return the best plan by simulation as a chain, or None where none fits into memory."""
+        searched_s = time.perf_counter() - self.started_s
+        best: tuple[float, Strategy, Estimate] | None = None
+        simulations = 0
+        for plan in sorted(self.plans, key=lambda plan: plan.guess_s):
+            if best is not None and simulations >= SIMULATED_PLANS:
+                break
+            simulations += 1
+            schedule = kfkb(plan.chained, ModelCosts(plan.chained_problem.cost_model, plan.chained))
+            as_chain = estimate(self._strategy(plan.chained_problem, plan.chained, schedule))
+            strategy = self._strategy(self.problem, plan.stages, schedule)
+            found = estimate(strategy)
+            try:
+                check_memory(strategy, found)
+            except PlanningError:
+                continue
+            if best is None or as_chain.iteration_s < best[0]:
+                best = (as_chain.iteration_s, strategy, found)
+        if best is None:
+            return None
+        as_chain_s, strategy, found = best
+        by_size: dict[int, float] = {}
+        for plan in self.plans:
+            by_size[plan.micro_batch_size] = min(by_size.get(plan.micro_batch_size, float("inf")), plan.guess_s)
+        notes = plan_notes(self.problem, strategy, found, lower_bound(table), by_size)
+        notes["sequential_iteration_s"] = as_chain_s
+        notes["search_s"] = searched_s
+        notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
+        return replace(strategy, notes=notes)
+
+    def _strategy(self, problem: PlanningProblem, stages: StageGraph, schedule: Schedule) -> Strategy:
+        return Strategy(stages, schedule, problem.profile, problem.cluster, problem.optimizer, self.planner)
+

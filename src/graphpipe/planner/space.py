@@ -1,0 +1,199 @@
+"""What a search knows before it has a target: the stages that parts of the graph can be made of, and what they take."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpipe.planner.costs import Setting, StageTables, stage_tables
+from graphpipe.planner.layout import Block, Chain
+from graphpipe.planner.spans import Line, SharedInput, combine
+
+# A fork or a join takes at most this many items of the chain around a block, or those of some stages' fair share.
+MERGED_ITEMS = 16
+MERGED_SHARES = 4
+
+
+class ChainSpace:
+    """A chain, and what all runs of its items take as stages.
+
+    Attributes:
+        tables: ``[choices, n + 1, n + 1]`` what each run takes.
+        afters: The levels that what follows the chain may have, ascending.
+        needs_prefix: Whether somebody asks for the beginnings of the chain.
+        blocks: Its blocks.
+
+    Args:
+        setting: The search.
+        chain: The chain.
+        reach: The highest level of what follows, but for the last level, which is always possible.
+        tables: What its runs take, where that is known.
+        needs_prefix: Whether somebody asks for the beginnings of the chain.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        chain: Chain,
+        reach: int = 0,
+        tables: StageTables | None = None,
+        *,
+        needs_prefix: bool = False,
+    ) -> None:
+        self.setting = setting
+        self.chain = chain
+        self.afters = afters(setting, reach)
+        self.needs_prefix = needs_prefix
+        self.tables = tables or Line(setting.table, chain.units).tables(setting)
+        self.blocks = [
+            BlockSpace(setting, chain, at, reach) for at, item in enumerate(chain.items) if isinstance(item, Block)
+        ]
+
+    @property
+    def num_items(self) -> int:
+        """The items of the chain."""
+        return len(self.chain.items)
+
+
+def afters(setting: Setting, reach: int) -> tuple[int, ...]:
+    """Return the levels from 0 to `reach`, and the last one."""
+    levels = range(min(reach, setting.num_levels) + 1)
+    return tuple(levels) if reach >= setting.num_levels else (*levels, setting.num_levels)
+
+
+@dataclass(frozen=True)
+class KindSpace:
+    """A kind of equal branches.
+
+    Attributes:
+        branch: One of them.
+        merged: ``[choices, m + 1, m + 1]`` what the runs take of some items before the block, the branch, and some
+            items after the block, in line.
+        before: Items before the block in that line.
+        length: Items of the branch.
+        behind: Items after the block in that line.
+    """
+
+    branch: ChainSpace
+    merged: StageTables
+    before: int
+    length: int
+    behind: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """How to cover some branches: one of the first kind alone or in a group, then the rest.
+
+    Attributes:
+        kind: The first kind that is left.
+        rest: The state without one branch of that kind.
+        groups: The groups with a branch of that kind that are within the state.
+        rests: For each group the state without it.
+    """
+
+    kind: int
+    rest: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    rests: NDArray[np.int64]
+
+
+class BlockSpace:
+    """A block within its chain.
+
+    Attributes:
+        position: Its place among the chain's items.
+        afters: The levels that what follows the block may have, ascending.
+        kinds: Its branches by kind.
+        state_counts: ``[states, kinds]`` choices of branches; the first is none, the last all of them.
+        group_counts: ``[groups, kinds]`` the groups of branches that may form a stage.
+        groups: ``[choices, groups]`` what they take.
+        steps: By state, how to cover it.
+        pairs: The kinds of two different branches.
+    """
+
+    def __init__(self, setting: Setting, chain: Chain, position: int, reach: int) -> None:
+        block = chain.items[position]
+        assert isinstance(block, Block)
+        self.setting = setting
+        self.position = position
+        self.block = block
+        following = sum(1 if isinstance(item, int) else item.depth for item in chain.items[position + 1 :])
+        self.afters = afters(setting, reach + following)
+        table = setting.table
+        limit = max(MERGED_ITEMS, MERGED_SHARES * len(table.work) // table.num_devices)
+        before = min(position, limit)
+        behind = min(len(chain.items) - position - 1, limit)
+        self.kinds = []
+        whole = []
+        sizes = sorted({setting.local_size(choice.num_replicas) for choice in setting.choices})
+        for q in range(len(block.kinds)):
+            branch = block.branches_of(q)[0]
+            around = chain.units
+            units = (*around[position - before : position], *branch.units, *around[position + 1 : position + 1 + behind])
+            merged = Line(table, units)
+            tables = merged.tables(setting)
+            inner = slice(before, before + len(branch.items) + 1)
+            own = tables.sliced(inner, inner)
+            space = ChainSpace(setting, branch, reach + following, own, needs_prefix=behind > 0)
+            self.kinds.append(KindSpace(space, tables, before, len(branch.items), behind))
+            whole.append(merged.sums(setting, sizes).at(before, before + len(branch.items)))
+        states = itertools.product(*(range(count + 1) for count in block.kinds))
+        self.state_counts = np.array(list(states), dtype=np.int64)
+        # All branches at once are a run of the chain.
+        several = self.state_counts.sum(axis=1) > 1
+        several[-1] = False
+        self.group_counts = self.state_counts[several]
+        self.groups = stage_tables(setting, combine(whole, self.group_counts, self._shared_inputs()), sizes)
+        self.steps = [self._step(state) for state in range(len(self.state_counts))]
+
+    @cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The kinds of two different branches."""
+        kinds = range(len(self.kinds))
+        return [(q, p) for q in kinds for p in kinds if q != p or self.block.kinds[q] > 1]
+
+    def column(self, after: int) -> int:
+        """Return which entry of `afters` a level is; what is above the others counts as the last one."""
+        return self.afters.index(after) if after in self.afters else len(self.afters) - 1
+
+    def _shared_inputs(self) -> list[SharedInput]:
+        """Return what several branches read from outside the block. Branches of a kind are taken to read the same."""
+        owner = {u: i for i, branch in enumerate(self.block.branches) for u in branch.operators}
+        firsts = [self.block.branches.index(kind.branch.chain) for kind in self.kinds]
+        found = []
+        for value, made, read in self.setting.table.values_of(self.block.operators):
+            readers = {owner[u] for u in read if u in owner}
+            if made not in owner and len(readers) > 1:
+                num_bytes = value.num_bytes(self.setting.micro_batch_size)
+                is_read = tuple(first in readers for first in firsts)
+                found.append(SharedInput(num_bytes, value.carries_gradient, is_read))
+        return found
+
+    def _step(self, state: int) -> Step:
+        counts = self.state_counts[state]
+        kind = int(np.argmax(counts > 0))
+        fits = (self.group_counts <= counts).all(axis=1) & (self.group_counts[:, kind] > 0)
+        groups = np.flatnonzero(fits)
+        single = np.zeros_like(counts)
+        single[kind] = min(1, counts[kind])
+        return Step(kind, self._state(counts - single), groups, self._state(counts - self.group_counts[groups]))
+
+    def _state(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the positions of states by their counts ``[..., kinds]``."""
+        return np.asarray(counts @ self.strides, dtype=np.int64)
+
+    @cached_property
+    def strides(self) -> NDArray[np.int64]:
+        """``[kinds]`` by how much one more branch of a kind moves a state."""
+        sizes = [count + 1 for count in self.block.kinds]
+        return np.array([math.prod(sizes[q + 1 :]) for q in range(len(sizes))], dtype=np.int64)
+
+    def without(self, *kinds: int) -> int:
+        """Return the state of all branches but one of each of these kinds."""
+        return len(self.state_counts) - 1 - sum(int(self.strides[q]) for q in kinds)

@@ -1,0 +1,295 @@
+"""Fewest devices: the dynamic program of the partitioner, for one target of seconds a micro-batch.
+
+A stage at *level* ``l`` holds ``l`` rounds of micro-batches in flight; it is one level above the stage after it, or at
+the last level, which stands for the whole mini-batch. For every part of the graph there is a table
+
+    ``devices[first, after]``: the fewest devices that cover the part such that its first stages have at most level
+    ``first`` when the stage after it has level ``after``,
+
+with every stage within the target and within memory. Chains minimise over where a stage stops and over its replicas;
+blocks add over their branches, which share ``first`` and ``after``. The stages that a chain can be made of are
+
+* a run of its items, whole blocks included;
+* a group of whole branches of a block (chosen by how many of each kind of equal branches);
+* the items before a block with the head of one of its branches (a *fork*);
+* the tail of one branch with the items after the block (a *join*).
+
+A fork and a join of one block are in different branches.
+
+Source:
+    GraphPipe, section 5, turned round: the paper fixes the devices and minimises the samples in flight, and forms forks
+    and joins from shared sources and sinks. Here tables hold small integers that fall with `first` and grow with
+    `after`, and every step is a (min, +) product of arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpipe.planner.costs import Setting, StageTables
+from graphpipe.planner.space import BlockSpace, ChainSpace
+
+Devices = NDArray[np.int32]
+
+# More devices than any cluster has; a thousand of them still fit into 32 bits.
+NEVER = np.int32(1 << 20)
+
+
+class StageDevices:
+    """The fewest devices of stages by level, for one target.
+
+    Args:
+        setting: The search.
+        tables: ``[choices, ...]`` what the stages take.
+        target_s: Seconds a micro-batch.
+    """
+
+    def __init__(self, setting: Setting, tables: StageTables, target_s: float) -> None:
+        self.setting = setting
+        self.tables = tables
+        # The highest level of each choice that keeps to the target.
+        self.levels = np.where(tables.seconds <= target_s, tables.levels, 0)
+        self.steps = np.unique(self.levels)
+        self._known: dict[tuple[int, bool], Devices] = {}
+
+    def at(self, level: int) -> Devices:
+        """Return ``[...]`` the fewest devices at a level, `NEVER` where there is no choice."""
+        is_last = level == self.setting.num_levels
+        # All levels between two steps allow the same choices.
+        step = int(np.searchsorted(self.steps, level))
+        if (step, is_last) not in self._known:
+            found = np.full(self.levels.shape[1:], NEVER, dtype=np.int32)
+            # The best choice is written last.
+            for choice in reversed(range(len(self.setting.choices))):
+                found[self.levels[choice] >= level] = self.setting.choices[choice].num_replicas
+            if not is_last:
+                found[self.tables.only_last] = NEVER
+            self._known[step, is_last] = found
+        return self._known[step, is_last]
+
+    def choice(self, level: int, *where: int) -> int:
+        """Return which choice `at` takes for one stage."""
+        return int(np.flatnonzero(self.levels[:, *where] >= level)[0])
+
+
+@dataclass(frozen=True)
+class Transit:
+    """A way through a block, from a position of its chain to a later one.
+
+    Attributes:
+        start: Items of the chain before it.
+        stop: Items of the chain before what follows it.
+        fork: How many items before the block share a stage with the head of a branch; 0 for no fork.
+        join: How many items after the block share a stage with the tail of a branch; 0 for no join.
+        devices: ``[levels, afters]`` fewest devices.
+        block: The block's tables.
+    """
+
+    start: int
+    stop: int
+    fork: int
+    join: int
+    devices: Devices
+    block: BlockTables
+
+
+class ChainTables:
+    """Fewest devices for the ends, and on request the beginnings, of a chain.
+
+    Attributes:
+        suffix: ``[afters, levels, n + 1]`` for the items from a position on.
+        prefix: ``[levels, levels, n + 1]`` for the items up to a position: by first level, then level after.
+    """
+
+    def __init__(self, space: ChainSpace, target_s: float) -> None:
+        self.space = space
+        self.setting = space.setting
+        self.stages = StageDevices(space.setting, space.tables, target_s)
+        self.transits = [
+            transit for block in space.blocks for transit in BlockTables(block, target_s).transits(space.num_items)
+        ]
+        self.suffix = self._suffix()
+        self.prefix = self._prefix() if space.needs_prefix else None
+
+    def _suffix(self) -> Devices:
+        last, n = self.setting.num_levels, self.space.num_items
+        afters = self.space.afters
+        found = np.full((len(afters), last + 1, n + 1), NEVER, dtype=np.int32)
+        for a, after in enumerate(afters):
+            found[a, after:, n] = 0
+        for level in range(1, last):
+            now, before = found[:, level], found[:, level - 1]
+            np.minimum(now, before, out=now)
+            np.minimum(now, (self.stages.at(level) + before[:, None, :]).min(axis=2), out=now)
+            for transit in self.transits:
+                ways = self._through(transit, level, level)
+                best = (ways + found[:, transit.block.afters[: len(ways)], transit.stop]).min(axis=1, initial=NEVER)
+                now[:, transit.start] = np.minimum(now[:, transit.start], best)
+        # At the last level a stage may follow one of the same level, so positions come one after the other.
+        now = found[:, last]
+        np.minimum(now, found[:, last - 1], out=now)
+        stages = self.stages.at(last)
+        for start in reversed(range(n)):
+            np.minimum(now[:, start], (stages[start] + now).min(axis=1), out=now[:, start])
+            for transit in self.transits:
+                if transit.start == start:
+                    ways = self._through(transit, last, last + 1)
+                    best = (ways + found[:, transit.block.afters, transit.stop]).min(axis=1)
+                    now[:, start] = np.minimum(now[:, start], best)
+        return np.minimum(found, NEVER)
+
+    @staticmethod
+    def _through(transit: Transit, level: int, below: int) -> Devices:
+        count = int(np.searchsorted(transit.block.afters, below))
+        return transit.devices[level, :count]
+
+    def _prefix(self) -> Devices:
+        last, n = self.setting.num_levels, self.space.num_items
+        found = np.full((last + 1, last + 1, n + 1), NEVER, dtype=np.int32)
+        for after in range(last + 1):
+            found[after:, after, 0] = 0
+        now = found[:, last]
+        stages = self.stages.at(last)
+        for stop in range(1, n + 1):
+            np.minimum(now[:, stop], (now + stages[:, stop]).min(axis=1), out=now[:, stop])
+            self._pass_blocks(found, last, stop)
+        for after in reversed(range(last)):
+            now, above = found[:, after], found[:, after + 1]
+            np.minimum(now, above, out=now)
+            stages = self.stages.at(after + 1)
+            np.minimum(now, (above[:, :, None] + stages).min(axis=1), out=now)
+            for stop in {transit.stop for transit in self.transits}:
+                self._pass_blocks(found, after, stop)
+        return np.minimum(found, NEVER)
+
+    def _pass_blocks(self, found: Devices, after: int, stop: int) -> None:
+        for transit in self.transits:
+            if transit.stop == stop and after in transit.block.space.afters:
+                ways = transit.devices[:, transit.block.space.afters.index(after)]
+                best = (found[:, :, transit.start] + ways).min(axis=1)
+                found[:, after, stop] = np.minimum(found[:, after, stop], best)
+
+
+class BlockTables:
+    """Fewest devices for the branches of a block, and for the ways through it.
+
+    Attributes:
+        states: ``[states, levels, afters]`` for a choice of branches, by how many of each kind.
+        heads: By kind, ``[levels, afters, before]``: a fork of so many items before the block with the best head of a
+            branch of that kind, and the rest of that branch, whose first stage has at most the given level.
+        tails: By kind, ``[levels, afters, behind]``: the beginning of a branch, and the best join of its tail with so
+            many items after the block; the level after is that of what follows the join.
+    """
+
+    def __init__(self, space: BlockSpace, target_s: float) -> None:
+        self.space = space
+        self.setting = space.setting
+        self.afters = np.array(space.afters)
+        self.branches = [ChainTables(kind.branch, target_s) for kind in space.kinds]
+        self.merged = [StageDevices(space.setting, kind.merged, target_s) for kind in space.kinds]
+        self.groups = StageDevices(space.setting, space.groups, target_s)
+        self.singles = np.stack([tables.suffix[:, :, 0].T for tables in self.branches])
+        self.group_ways = self._group_ways()
+        self.states = self._states()
+        self.above = np.array([space.column(self.setting.above(after)) for after in space.afters])
+        self.heads = [self._heads(q) for q in range(len(space.kinds))]
+        self.tails = [self._tails(q) for q in range(len(space.kinds))]
+
+    def _group_ways(self) -> Devices:
+        """Return ``[groups, levels, afters]``: a stage of whole branches."""
+        shape = (len(self.space.group_counts), self.setting.num_levels + 1, len(self.afters))
+        found = np.full(shape, NEVER, dtype=np.int32)
+        for a, after in enumerate(self.space.afters):
+            level = self.setting.above(after)
+            found[:, level:, a] = self.groups.at(level)[:, None]
+        return found
+
+    def _states(self) -> Devices:
+        space = self.space
+        shape = (len(space.state_counts), self.setting.num_levels + 1, len(self.afters))
+        found = np.full(shape, NEVER, dtype=np.int32)
+        # No branches at all: what follows is the first.
+        for a, after in enumerate(space.afters):
+            found[0, after:, a] = 0
+        for state in range(1, shape[0]):
+            step = space.steps[state]
+            best = self.singles[step.kind] + found[step.rest]
+            if len(step.groups):
+                best = np.minimum(best, (self.group_ways[step.groups] + found[step.rests]).min(axis=0))
+            found[state] = np.minimum(best, NEVER)
+        return found
+
+    def _heads(self, q: int) -> Devices:
+        kind, last = self.space.kinds[q], self.setting.num_levels
+        found = np.full((last + 1, len(self.afters), kind.before), NEVER, dtype=np.int32)
+        inside = slice(kind.before + 1, kind.before + kind.length + 1)
+        suffix = self.branches[q].suffix
+        for level in range(last + 1 if kind.before else 0):
+            # ``[before, length]``, the number of items before the block falling.
+            forks = self.merged[q].at(self.setting.above(level))[: kind.before, inside]
+            found[level] = (forks[None] + suffix[:, level, None, 1:]).min(axis=2)
+        return np.minimum(found[:, :, ::-1], NEVER)
+
+    def _tails(self, q: int) -> Devices:
+        kind, last = self.space.kinds[q], self.setting.num_levels
+        found = np.full((last + 1, len(self.afters), kind.behind), NEVER, dtype=np.int32)
+        prefix = self.branches[q].prefix
+        if prefix is None:
+            return found
+        inside = slice(kind.before, kind.before + kind.length)
+        for a, after in enumerate(self.space.afters):
+            level = self.setting.above(after)
+            joins = self.merged[q].at(level)[inside, kind.before + kind.length + 1 :]
+            found[:, a] = (prefix[:, level, : kind.length, None] + joins[None]).min(axis=1)
+        return np.minimum(found, NEVER)
+
+    def transits(self, num_items: int) -> list[Transit]:
+        """Return all ways through the block."""
+        at = self.space.position
+        before = self.space.kinds[0].before
+        behind = self.space.kinds[0].behind
+        found = [Transit(at, at + 1, 0, 0, self.states[-1], self)]
+        for fork in range(1, before + 1):
+            found.append(Transit(at - fork, at + 1, fork, 0, self._forked(fork), self))
+        for join in range(1, behind + 1):
+            found.append(Transit(at, at + 1 + join, 0, join, self._joined(join), self))
+            for fork in range(1, before + 1):
+                found.append(Transit(at - fork, at + 1 + join, fork, join, self._forked_and_joined(fork, join), self))
+        return [transit for transit in found if transit.devices.min() < NEVER]
+
+    def fork_ways(self, fork: int, q: int) -> Devices:
+        """Return ``[levels, afters]``: a fork with a branch of kind `q`, by the level of what comes after the fork."""
+        return np.asarray(self.heads[q][:, :, fork - 1] + self.states[self.space.without(q)], dtype=np.int32)
+
+    def join_ways(self, join: int, q: int) -> Devices:
+        """Return ``[levels, afters]``: a join with a branch of kind `q`, by the level after the join."""
+        return np.asarray(self.tails[q][:, :, join - 1] + self.states[self.space.without(q)][:, self.above], dtype=np.int32)
+
+    def fork_and_join_ways(self, fork: int, join: int, q: int, p: int) -> Devices:
+        """Return ``[levels, afters]``: a fork with a branch of kind `q` and a join with another one of kind `p`."""
+        others = self.states[self.space.without(q, p)]
+        return np.asarray(self.heads[q][:, self.above, fork - 1] + self.tails[p][:, :, join - 1] + others[:, self.above], dtype=np.int32)
+
+    def _forked(self, fork: int) -> Devices:
+        ways = np.stack([self.fork_ways(fork, q) for q in range(len(self.space.kinds))])
+        return self._after_fork(ways.min(axis=0))
+
+    def _joined(self, join: int) -> Devices:
+        ways = np.stack([self.join_ways(join, q) for q in range(len(self.space.kinds))])
+        return np.asarray(np.minimum(ways.min(axis=0), NEVER), dtype=np.int32)
+
+    def _forked_and_joined(self, fork: int, join: int) -> Devices:
+        ways = np.stack([self.fork_and_join_ways(fork, join, q, p) for q, p in self.space.pairs])
+        return self._after_fork(ways.min(axis=0))
+
+    def _after_fork(self, ways: Devices) -> Devices:
+        """Return ``[levels, afters]`` by the level of the fork, which is one above what comes after it."""
+        last = self.setting.num_levels
+        best = np.minimum.accumulate(ways, axis=0)
+        found = np.full_like(best, NEVER)
+        found[1:] = best[:-1]
+        found[last] = best[last]
+        return np.minimum(found, NEVER)
