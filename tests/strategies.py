@@ -1,7 +1,8 @@
-"""Hypothesis strategies that the whole test-suite shares: small graphs, profiles, clusters, problems and stage graphs."""
+"""Hypothesis strategies that the test-suite shares: small graphs, profiles, clusters, problems and stage graphs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,6 +75,7 @@ def computation_graphs(
     *,
     may_mix_samples: bool = True,
     may_be_frozen: bool = True,
+    may_be_fixed: bool = True,
 ) -> ComputationGraph:
     """Computation graphs of a few operators.
 
@@ -106,7 +108,7 @@ def computation_graphs(
     values = []
     for u in range(count):
         if successors[u]:
-            fixed = draw(st.integers(0, 9)) == 0
+            fixed = may_be_fixed and draw(st.integers(0, 9)) == 0
             values.append(
                 Value(
                     name=f"value{u}",
@@ -184,7 +186,7 @@ def partitions(draw: st.DrawFn, graph: ComputationGraph, max_stages: int = 4) ->
     count = draw(st.integers(1, min(max_stages, len(order))))
     cuts = sorted(draw(st.permutations(range(1, len(order))))[: count - 1]) if count > 1 else []
     bounds = [0, *cuts, len(order)]
-    return tuple(tuple(sorted(order[a:b])) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(tuple(sorted(order[a:b])) for a, b in itertools.pairwise(bounds))
 
 
 @st.composite

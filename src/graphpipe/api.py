@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphpipe.capture import CapturedModel, capture
+from graphpipe.capture import CapturedModel, capture, eager_loss
 from graphpipe.cluster import Cluster
 from graphpipe.cost import ADAM, OptimizerCost, Profile
 from graphpipe.errors import GraphPipeError
@@ -21,7 +21,7 @@ from graphpipe.profiler import measure_profile
 from graphpipe.runtime.pipeline import LossFunction, OptimizerFactory, Pipeline
 from graphpipe.strategy import Strategy
 
-__all__ = ["Job", "Verification", "capture", "plan", "verify"]
+__all__ = ["Job", "Verification", "plan", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +186,10 @@ def verify(
 def _single_process(
     model: nn.Module, batch: Any, loss_fn: LossFunction | None
 ) -> tuple[float, dict[str, Tensor | None]]:
-    reference = copy.deepcopy(model).train(model.training)
+    reference = copy.deepcopy(model)
     for parameter in reference.parameters():
         parameter.grad = None
-    loss = capture_loss(reference, batch, loss_fn)
+    loss = eager_loss(reference, batch, loss_fn)
     loss.backward()
     return float(loss.detach()), {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
 

@@ -57,6 +57,8 @@ class Strategy:
                         f"stage {x} is on device {device}; the cluster has devices 0 to {len(self.cluster) - 1}"
                     )
         check_schedule(self.schedule, self.stages)
+        # Built here so that a profile of another graph is refused at once.
+        assert self.cost_model.graph is self.graph
 
     @property
     def graph(self) -> ComputationGraph:

@@ -44,3 +44,4 @@ def test_the_summary_sets_the_measured_iteration_beside_the_predicted_one() -> N
     lines = dict(summary(strategy, found, measured))
     assert lines["measured / predicted"] == f"{measured.makespan_s / found.iteration_s:.2f} ×"
     assert lines["stages"] == "3, at most 2 in sequence"
+    assert dict(summary(chain(4), estimate(chain(4))))["stages"] == "4 in sequence"

@@ -89,7 +89,9 @@ def test_a_device_without_a_stage_is_shown_as_idle() -> None:
     )
     text = plan_text(strategy, estimate(strategy))
     assert re.search(r"^cpu1 +– +0 % +100 % +0 B", text, flags=re.MULTILINE)
-    assert "1 of 2, idle 0 % of the time" in text
+    assert re.search(r"^  devices +1 of 2$", text, flags=re.MULTILINE)
+    assert re.search(r"^  mean idle time +0 %$", text, flags=re.MULTILINE)  # Of the devices that are used.
+    assert re.search(r"^  stages +1$", text, flags=re.MULTILINE)
 
 
 def test_too_narrow_a_terminal_is_refused() -> None:

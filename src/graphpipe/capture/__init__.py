@@ -1,9 +1,9 @@
 """Capture: from an unmodified PyTorch model to a graph of operators, and to modules for parts of it."""
 
-from graphpipe.capture.api import capture
+from graphpipe.capture.api import capture, eager_loss
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.capture.stage_module import StageModule
 from graphpipe.capture.units import Granularity
 
-__all__ = ["CapturedModel", "Granularity", "LossReduction", "SampleLayout", "StageModule", "ValueSpec", "capture"]
+__all__ = ["CapturedModel", "Granularity", "LossReduction", "SampleLayout", "StageModule", "ValueSpec", "capture", "eager_loss"]

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from graphpipe.capture.evaluate import run_node
-from graphpipe.capture.nodes import inputs_of, is_heavy, operator_name, tensors_of, value_of, written_by
+from graphpipe.capture.nodes import inputs_of, is_grouped_product, is_heavy, operator_name, tensors_of, value_of, written_by
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
 
 
@@ -163,6 +163,8 @@ class _FlopTable:
     def _count(self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
         if operator_name(node) in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             return self._recurrent(node, reads, requires_grad)
+        if is_grouped_product(node):
+            return self._grouped(node, reads, requires_grad)
         counter = FlopCounterMode(display=False, custom_mapping=_CPU_FORMULAS)
         values: dict[fx.Node, Any] = {}
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -188,6 +190,16 @@ class _FlopTable:
         weights = sum(t.numel() for read in reads if read in self._graph.attributes for t in tensors_of(read) if t.dim() == 2)
         forward = 2.0 * weights * float(torch.Size(steps_and_samples).numel())
         return forward, 2.0 * forward if any(read in requires_grad for read in reads) else 0.0
+
+
+    def _grouped(
+        self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]
+    ) -> tuple[float, float]:
+        # Each row meets the matrix of one group, of size inner by outer; the counter knows no such operator.
+        rows = self._graph.shape_at(tensors_of(reads[0])[0], self._num_samples)
+        made = self._graph.shape_at(tensors_of(node)[0], self._num_samples)
+        forward = 2.0 * float(torch.Size(rows).numel()) * made[-1]
+        return forward, forward * sum(read in requires_grad for read in reads[:2])
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -12,7 +12,7 @@ from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.classes import Kind
 from graphpipe.capture.describe import describe
-from graphpipe.capture.export import ModelWithLoss, export_graph, positional_names
+from graphpipe.capture.export import ModelWithLoss, export_graph, positional_names, shapes_for_meta
 from graphpipe.capture.probe import NUM_SAMPLES, classify
 from graphpipe.capture.specs import LossReduction
 from graphpipe.capture.training_graph import clean
@@ -29,7 +29,7 @@ def capture(
 ) -> CapturedModel:
     """Return a model and its loss as a graph of operators.
 
-    The model is not changed. Freeze parameters before the capture, and capture again after freezing others. A model in
+    The model is not changed, and may be on the meta device; the example batch is not. Freeze parameters before the capture, and capture again after freezing others. A model in
     train mode keeps the mode of each of its modules; one in eval mode is captured in train mode.
 
     Args:
@@ -50,8 +50,9 @@ def capture(
     """
     layout, tensors = _flatten(model, example_batch)
     wrapper = ModelWithLoss(model, layout, loss_fn)
-    module = export_graph(wrapper, list(tensors.values()), layout)
-    graph = clean(module, model, list(layout.inputs))
+    with shapes_for_meta(model) as original:
+        module = export_graph(wrapper, list(tensors.values()), layout)
+    graph = clean(module, model, list(layout.inputs), original)
     accounting = account(graph, layout.num_samples)
     classification = classify(graph, resize(layout, tensors, NUM_SAMPLES))
     units = form_units(graph, classification, accounting, granularity)
@@ -60,6 +61,18 @@ def capture(
     is_batch_wise = any(node in classification.batch_wise for node in loss_unit)
     reduction = _loss_reduction(classification.classes[graph.loss].kind, is_batch_wise)
     return CapturedModel(description, layout, reduction, _parameter_names(model), graph, classification, units)
+
+
+def eager_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None = None) -> Tensor:
+    """Return the loss of a batch as one process computes it, in the way in which `capture` reads model and batch.
+
+    A model in eval mode is put into train mode, as `capture` does.
+    """
+    layout, tensors = _flatten(model, batch)
+    if not model.training:
+        model.train()
+    loss: Tensor = ModelWithLoss(model, layout, loss_fn)(*tensors.values())
+    return loss
 
 
 def _flatten(model: nn.Module, example_batch: Any) -> tuple[BatchLayout, dict[str, Tensor]]:

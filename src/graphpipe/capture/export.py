@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -161,6 +162,42 @@ def _symbolic_len(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[No
     finally:
         for space in shimmed:
             del space["len"]
+
+
+@contextlib.contextmanager
+def shapes_for_meta(model: nn.Module) -> Iterator[dict[int, Tensor]]:
+    """Put tensors without memory, on the CPU, in the place of a model's meta tensors for the block.
+
+    Export mixes them with the real inputs, which it refuses for the meta device itself. Buffers become zeros.
+
+    Yields:
+        The model's own tensor for the identity of each one put in its place.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    original: dict[int, Tensor] = {}
+    stand_ins: dict[int, Tensor] = {}  # tied tensors stay tied
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    replaced.append((tensors, name, tensor))
+    for tensors, name, tensor in replaced:
+        if id(tensor) not in stand_ins:
+            if isinstance(tensor, nn.Parameter):
+                with mode:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    stand_in: Tensor = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            else:
+                stand_in = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            stand_ins[id(tensor)] = stand_in
+            original[id(stand_in)] = tensor
+        tensors[name] = stand_ins[id(tensor)]
+    try:
+        yield original
+    finally:
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
 
 
 @dataclass

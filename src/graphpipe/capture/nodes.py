@@ -14,7 +14,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 # Matrix products, convolutions, attention, recurrent layers and embedding look-ups: what a planner should see.
 _HEAVY_OPERATORS = frozenset({
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "einsum", "bilinear", "_grouped_mm",
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "einsum", "bilinear",
     "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
     "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "embedding", "embedding_bag",
     "_embedding_bag", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
@@ -149,9 +149,14 @@ def is_heavy(node: fx.Node) -> bool:
     """Return whether a node holds a matrix product, convolution, attention, recurrent layer or embedding look-up."""
     if node.op != "call_function":
         return False
-    if operator_name(node).rstrip("_") in _HEAVY_OPERATORS or operator_name(node) in _HEAVY_OPERATORS:
+    if operator_name(node).rstrip("_") in _HEAVY_OPERATORS or is_grouped_product(node):
         return True
     return any(is_heavy(inner) for graph in subgraphs(node) for inner in graph.graph.nodes)
+
+
+def is_grouped_product(node: fx.Node) -> bool:
+    """Return whether a node is a matrix product of groups of rows with a matrix each, as in a mixture of experts."""
+    return "grouped_mm" in operator_name(node)
 
 
 def module_path(node: fx.Node, prefix: str) -> str:

@@ -6,6 +6,10 @@ answer. If the results are the matching rows of the full result, the operation t
 result is the mean or the sum of the two, it is a loss that micro-batches may share. Otherwise the operation mixes
 samples, and needs the whole mini-batch.
 
+Because each operation is tested by itself, any numbers do: parameters are replaced by random ones, and matrix products,
+whose classes follow from their shapes, are not computed. So a probe needs no parameter of the model, and works for
+models on the meta device.
+
 Numbers decide only where structure leaves a choice. Whatever has no rows of its own and is not a known linear
 reduction counts as mixing samples: the answer is then exact, if slower.
 """
@@ -25,7 +29,8 @@ from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, WHOLE, Kind
 from graphpipe.capture.evaluate import run_node
 from graphpipe.capture.losses import counted_targets, is_plain_loss
 from graphpipe.capture.nodes import inputs_of, is_random, operator_name, subgraphs, value_of, written_by
-from graphpipe.capture.training_graph import TrainingGraph, free_symbols
+from graphpipe.capture.rules import class_by_rule
+from graphpipe.capture.training_graph import AttributeKind, TrainingGraph, free_symbols
 from graphpipe.errors import CaptureError
 
 NUM_SAMPLES = 6
@@ -116,6 +121,7 @@ class _Probe:
 
     def __init__(self, graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> None:
         self.graph = graph
+        self.device = next(iter(tensors.values())).device
         self.values: dict[fx.Node, Any] = {}
         # The parts' own results, for sums, means and counts: they are no rows of the full result.
         self.parts: tuple[dict[fx.Node, Any], dict[fx.Node, Any]] = ({}, {})
@@ -136,7 +142,7 @@ class _Probe:
         for node in self.graph.operations:
             for read in inputs_of(node):
                 if read in self.graph.attributes and read not in self.values:
-                    self.values[read] = _double(self.graph.attributes[read].tensor.detach())
+                    self.values[read] = self._stand_in(read)
             self._classify(node)
             for read in list(inputs_of(node)):
                 if last_reader[read] is node:
@@ -145,7 +151,22 @@ class _Probe:
         self._spread_over_sums()
         return Classification(self.classes, frozenset(self.batch_wise), self.counted)
 
+    def _stand_in(self, node: fx.Node) -> Tensor:
+        """A tensor in the place of one of the model: random for parameters, which may be zero now and not later."""
+        attribute = self.graph.attributes[node]
+        if attribute.kind is AttributeKind.PARAMETER or attribute.tensor.is_meta:
+            if not attribute.tensor.is_floating_point():
+                return torch.zeros(attribute.tensor.shape, dtype=attribute.tensor.dtype)
+            return _windows(tuple(attribute.tensor.shape), self.device)
+        return _double(attribute.tensor.detach())
+
     def _classify(self, node: fx.Node) -> None:
+        by_rule = class_by_rule(node, self.classes)
+        if by_rule is not None:
+            self.classes[node] = by_rule
+            shape = self.graph.shape_at(value_of(node), NUM_SAMPLES)
+            self.values[node] = 2 * torch.rand(shape, device=self.device) - 1
+            return
         reads = [(read, leaf) for read in inputs_of(node) for leaf in pytree.tree_leaves(self.classes[read])]
         kinds = {leaf.kind for _, leaf in reads}
         must_be_whole = (
@@ -352,6 +373,12 @@ def _rows_by_shape(fake: Any) -> SampleClass | None:
     (symbol,) = expression.free_symbols
     rows = expression / symbol
     return SampleClass(Kind.PER_SAMPLE, axes[0], 1, int(rows)) if rows.is_Integer else None
+
+
+def _windows(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A random tensor with overlapping rows: row i starts at entry i of a vector, so a large one takes little memory."""
+    numbers = 0.5 + 0.5 * torch.rand(sum(shape) + 1, device=device)
+    return numbers.as_strided(shape, (1,) * len(shape))
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -117,13 +117,21 @@ class TrainingGraph:
         return tuple(self.size_at(size, num_samples) for size in tensor.shape)
 
 
-def clean(module: fx.GraphModule, model: nn.Module, input_names: list[str]) -> TrainingGraph:
+def clean(
+    module: fx.GraphModule, model: nn.Module, input_names: list[str], original: Mapping[int, Tensor]
+) -> TrainingGraph:
     """Return the cleaned graph of an exported model.
+
+    Args:
+        module: The exported graph.
+        model: The user's model.
+        input_names: Of the batch's tensors.
+        original: The model's own tensor for the identity of each one that was exported in its place.
 
     Raises:
         CaptureError: The model writes one of its inputs, or a size depends on the values of a tensor.
     """
-    attributes = _attributes(module, model)
+    attributes = _attributes(module, model, original)
     graph = module.graph
     for node in list(graph.nodes):
         if operator_name(node).startswith(("_assert", "sym_constrain_range")):
@@ -147,7 +155,9 @@ def clean(module: fx.GraphModule, model: nn.Module, input_names: list[str]) -> T
     return found
 
 
-def _attributes(module: fx.GraphModule, model: nn.Module) -> dict[fx.Node, Attribute]:
+def _attributes(
+    module: fx.GraphModule, model: nn.Module, original: Mapping[int, Tensor]
+) -> dict[fx.Node, Attribute]:
     """Leave one node per tensor of the model, and say what each is."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
@@ -159,6 +169,7 @@ def _attributes(module: fx.GraphModule, model: nn.Module) -> dict[fx.Node, Attri
         tensor = attribute_of(module, str(node.target))
         if not isinstance(tensor, Tensor):
             continue
+        tensor = original.get(id(tensor), tensor)
         if id(tensor) in first:
             node.replace_all_uses_with(first[id(tensor)])
             module.graph.erase_node(node)

@@ -96,9 +96,10 @@ def hand_on_views(
     atoms: Groups,
     members: Sequence[Sequence[fx.Node]],
 ) -> tuple[tuple[fx.Node, ...], ...]:
-    """Move views that take the samples off axis 0, such as a transpose before a product, to the only unit that reads them.
+    """Move views to the only unit that reads them, where that unit could as well read what they are views of.
 
-    Samples on axis 0 are consecutive in memory, so they can be sent without a copy.
+    It can if that is sent to some unit anyway, so a tensor and a view of it are not both sent. And it should if the view
+    takes the samples off axis 0, as a transpose before a product does: on axis 0 they are sent without a copy.
     """
     unit_of = {node: i for i, nodes in enumerate(members) for node in nodes}
     sizes = Counter(map(atoms.find, graph.operations))
@@ -110,7 +111,9 @@ def hand_on_views(
         is_view = accounting.costs[node].moved_bytes == 0 and sizes[atoms.find(node)] == 1
         sample_class = classification.classes[node]
         source_class = classification.classes[reads[0]]
-        if is_view and unit_of[reads[0]] == unit_of[node] and _prefers_source(sample_class, source_class):
+        home = unit_of[node]
+        is_sent = any(unit_of.get(r, home) != home for r in graph.readers[reads[0]])
+        if is_view and unit_of[reads[0]] == home and _is_better(source_class, sample_class, is_sent):
             (unit_of[node],) = readers
     found: list[list[fx.Node]] = [[] for _ in members]
     for node in graph.operations:
@@ -119,11 +122,10 @@ def hand_on_views(
     return tuple(map(tuple, found))
 
 
-def _prefers_source(made: object, source: object) -> bool:
-    if not isinstance(made, SampleClass) or not isinstance(source, SampleClass):
+def _is_better(source: object, view: object, is_sent: bool) -> bool:
+    if not isinstance(view, SampleClass) or not isinstance(source, SampleClass) or not source.is_cuttable:
         return False
-    per_sample = made.kind is Kind.PER_SAMPLE and source.kind is Kind.PER_SAMPLE
-    return per_sample and source.is_cuttable and made.axis > 0 and source.axis <= made.axis
+    return is_sent or (view.kind is source.kind is Kind.PER_SAMPLE and view.axis > 0 and source.axis <= view.axis)
 
 
 class _Quotient:

@@ -13,7 +13,7 @@ from graphpipe.graph.series_parallel import decompose, knots_of
 from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.bounds import lower_bound, nothing_fits
-from graphpipe.planner.candidates import Candidate, Simulated, simulated, variants, with_sizes_of_stages
+from graphpipe.planner.candidates import Candidate, Simulated, correction, simulated, variants, with_sizes_of_stages
 from graphpipe.planner.costs import RecomputePolicy
 from graphpipe.planner.draft import Draft, draft
 from graphpipe.planner.improve import changed, improved
@@ -193,8 +193,8 @@ class _Planning:
     def _simulate(self, plans: Iterable[Candidate], best: Simulated | None) -> Simulated | None:
         """Return the best of some plans and the best so far, by simulation while there is time.
 
-        Guesses for one micro-batch size are off in the same way, so each is corrected by what the last simulation of
-        its size showed.
+        Guesses for one micro-batch size are off in the same way, so where simulations are long, each is corrected by
+        what the last one of its size showed.
         """
         left = sorted(plans, key=self.value)
         corrections: dict[int, float] = {}
@@ -206,12 +206,14 @@ class _Planning:
             plan = min(left, key=corrected)
             left.remove(plan)
             if best is not None:
-                hopeless = corrected(plan) > self._simulated_value(best) * (1 + CORRECTED_DOUBT)
+                doubt = CORRECTED_DOUBT if plan.micro_batch_size in corrections else DOUBT
+                hopeless = corrected(plan) > self._simulated_value(best) * (1 + doubt)
                 if hopeless or self.simulated_tasks > SIMULATED_TASKS or self._is_late():
                     break
             size = plan.micro_batch_size
             probed = PROBED_ROUNDS * plan.stages.depth * self.planner.k
-            if size not in corrections and probed * size * 2 < self.problem.mini_batch_size:
+            is_long = probed * size * 2 < self.problem.mini_batch_size and not self.planner.per_stage_micro_batches
+            if size not in corrections and is_long and not self._is_late():
                 # A long schedule: look first whether it is worth while.
                 corrections[size] = correction(self.problem, plan, self.planner.k, probed)
                 left.append(plan)
@@ -220,7 +222,7 @@ class _Planning:
             found = simulated(self.problem, plan, self.planner.name, self.planner.k)
             if found is None:
                 continue
-            if self.value(plan):
+            if self.value(plan) and plan.num_tasks > CHANGED_TASKS:
                 corrections[size] = self._simulated_value(found) / self.value(plan)
             if best is None or self._simulated_value(found) < self._simulated_value(best):
                 best = found

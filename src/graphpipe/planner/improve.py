@@ -144,19 +144,30 @@ def _merged(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
 
 
 def _moved(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
-    """Move an operator over the border between two stages."""
+    """Move an operator over the border between two stages, or one that nothing holds in its stage to any other."""
     graph = problem.graph
+    for x, giver in enumerate(plan.plan.stages):
+        for u in giver.operators if len(giver.operators) > 1 else ():
+            if not {*graph.successors[u], *graph.predecessors[u]} & set(giver.operators):
+                for y, taker in enumerate(plan.plan.stages):
+                    if x != y and giver.micro_batch_size == taker.micro_batch_size:
+                        yield _with_moved(plan.plan, x, y, u)
     for edge in plan.stages.edges:
         x, y = plan.plan.stages[edge.source], plan.plan.stages[edge.target]
         if x.micro_batch_size != y.micro_batch_size:
             continue
+        # The only operator that the rest of its stage leads to, or starts from.
         last = [u for u in x.operators if not set(graph.successors[u]) & set(x.operators)]
         first = [u for u in y.operators if not set(graph.predecessors[u]) & set(y.operators)]
-        for giver, taker, movable in ((x, y, last), (y, x, first)):
-            if len(giver.operators) > 1 and len(movable) == 1:
-                u = movable[0]
-                changed = {
-                    giver: replace(giver, operators=tuple(v for v in giver.operators if v != u)),
-                    taker: replace(taker, operators=tuple(sorted((*taker.operators, u)))),
-                }
-                yield Draft(tuple(changed.get(stage, stage) for stage in plan.plan.stages))
+        if len(last) == 1 < len(x.operators):
+            yield _with_moved(plan.plan, edge.source, edge.target, last[0])
+        if len(first) == 1 < len(y.operators):
+            yield _with_moved(plan.plan, edge.target, edge.source, first[0])
+
+
+def _with_moved(plan: Draft, giver: int, taker: int, operator: int) -> Draft:
+    stages = list(plan.stages)
+    left = tuple(u for u in stages[giver].operators if u != operator)
+    stages[giver] = replace(stages[giver], operators=left)
+    stages[taker] = replace(stages[taker], operators=tuple(sorted((*stages[taker].operators, operator))))
+    return Draft(tuple(stages))

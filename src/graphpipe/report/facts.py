@@ -177,10 +177,17 @@ def summary(strategy: Strategy, estimate: Estimate, measured: Trace | None = Non
     fullest = max(device_facts(strategy, estimate), key=lambda facts: facts.peak_bytes / facts.available_bytes)
     found += [
         ("mini-batch", f"{strategy.mini_batch_size} samples"),
-        ("stages", f"{len(stages.stages)}, at most {stages.depth} in sequence"),
-        ("devices", f"{len(used)} of {len(strategy.cluster)}, idle {format_share(idle)} of the time"),
+        ("stages", _stages_in_words(len(stages.stages), stages.depth)),
+        ("devices", f"{len(used)} of {len(strategy.cluster)}"),
+        ("mean idle time", format_share(idle)),
         ("fullest device", f"{format_bytes(fullest.peak_bytes)} of {format_bytes(fullest.available_bytes)}"),
         ("planner", strategy.planner),
         ("optimizer", strategy.optimizer.name),
     ]
     return tuple(found)
+
+
+def _stages_in_words(count: int, depth: int) -> str:
+    if count == 1:
+        return "1"
+    return f"{count} in sequence" if depth == count else f"{count}, at most {depth} in sequence"

@@ -58,7 +58,7 @@ def stage_graph_svg(strategy: Strategy, estimate: Estimate) -> str:
         body.append(svg.label(_MARGIN, geometry.height - 8, key, "muted", _SMALL))
     return svg.document(
         max(geometry.width, svg.text_width(key, _SMALL) + 2 * _MARGIN),
-        geometry.height,
+        geometry.height if edges else geometry.height - 20,
         body,
         title=f"Stage graph of {strategy.graph.name}",
         description=f"{len(facts)} stages, at most {strategy.stages.depth} in sequence.",

@@ -152,8 +152,10 @@ class _Picture:
             sizes = {edge_bytes(self.strategy, edge) for edge in edges}
             if len(sizes) != 1:
                 continue
-            local = all(edge_is_local(self.strategy, edge) for edge in edges)
-            text = f" {format_bytes(sizes.pop())}{' in place' if local else ''}"[: self.width - self.width // 2 - 1]
+            text = f" {format_bytes(sizes.pop())}"
+            room = self.width - self.width // 2 - 1
+            if all(edge_is_local(self.strategy, edge) for edge in edges) and len(text) + 9 <= room:
+                text += " in place"
             cells = [(row, self.columns[u] + 1 + i) for i in range(len(text))]
             if not any(cell in self.lines or cell in self.characters for cell in cells):
                 self.characters.update(zip(cells, text, strict=True))

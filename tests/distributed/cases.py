@@ -1,0 +1,198 @@
+"""What each rank does in a case. The models are small; every one is captured as a user's would be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.distributed.parity import compare
+
+
+def batch_of(num_samples: int, width: int = 4, seed: int = 0, **more: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(num_samples, width, generator=generator),
+        "y": torch.randn(num_samples, width, generator=generator),
+        **more,
+    }
+
+
+def mean_square(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return ((output - batch["y"]) ** 2).mean()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+class Chain(nn.Module):
+    """Four layers in a row."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+
+
+def unequal_micro_batches() -> dict[str, Any]:
+    """y = c (b (a x)) on samples 1 to 10, micro-batches of 4, 4 and 2."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = Scale(), Scale(), Scale()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.c(self.b(self.a(x))) ** 2).mean()
+
+    batch = {"x": torch.arange(1.0, 11.0).reshape(10, 1)}
+    return compare(Product(), [("a", 4, (0,)), ("b", 4, (1,)), ("", 4, (2,))], [batch], 10)
+
+
+def replicas() -> dict[str, Any]:
+    """A chain of four, two replicas of the first stage, eight micro-batches, three steps."""
+    parts = [("a", 2, (0, 1)), ("b", 2, (2,)), ("c", 2, (3,)), ("", 2, (4,))]
+    return compare(Chain(), parts, [batch_of(16, seed=s) for s in range(3)], 16, loss_fn=mean_square)
+
+
+class Towers(nn.Module):
+    """Two towers, and a contrastive loss over the whole batch with a temperature."""
+
+    def __init__(self, train_towers: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.text = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        if not train_towers:
+            for tower in (self.image, self.text):
+                nn.init.eye_(tower.weight)
+        self.temperature = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.image(x) @ self.text(y).T * self.temperature.exp()
+        labels = torch.arange(x.shape[0], device=x.device)
+        return (functional.cross_entropy(logits, labels) + functional.cross_entropy(logits.T, labels)) / 2
+
+
+def contrastive_loss_of_one_hot() -> dict[str, Any]:
+    """One-hot embeddings, eight samples, towers with micro-batches of two, the loss with its tower's device."""
+    batch = {"x": torch.eye(8), "y": torch.eye(8)}
+    return compare(Towers(False), [("image", 2, (0,)), ("text", 2, (1,)), ("", 8, (0,))], [batch], 8)
+
+
+def contrastive_loss_trained() -> dict[str, Any]:
+    """The same, trained, with two replicas of a tower."""
+    batches = [batch_of(8, 8, seed=s) for s in range(3)]
+    return compare(Towers(True), [("image", 2, (0, 1)), ("text", 4, (2,)), ("", 8, (2,))], batches, 8)
+
+
+class Mixed(nn.Module):
+    """Sends hidden values, an int64 id, a mask and a table without gradient to two later stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.a(x)
+        ids = (hidden.detach()[:, :1] * 0).long() + 100003
+        mask = hidden.detach() > 0
+        table = hidden.detach().cumsum(1)
+        middle = torch.tanh(self.b(hidden)) * mask + table + (ids - 100003)
+        last = self.c(middle) * mask + table * 0.1 + (ids == 100003)
+        return ((last - y) ** 2).mean()
+
+
+def values_without_gradient() -> dict[str, Any]:
+    return compare(Mixed(), [("a", 2, (0,)), ("b", 2, (1,)), ("", 3, (2,))], [batch_of(12, seed=s) for s in (0, 1)], 12)
+
+
+class Skips(nn.Module):
+    """s0 → s1 → s2 → s3, and s0's output is also used by s2 and s3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.s0, self.s1, self.s2, self.s3 = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.s0(x))
+        second = torch.tanh(self.s1(first))
+        third = torch.tanh(self.s2(second + first))
+        return self.s3(third * first)
+
+
+def skips() -> dict[str, Any]:
+    """1F1B and 2F2B, with 1, 2 and 8 micro-batches."""
+    results = {}
+    for k in (1, 2):
+        for size in (8, 4, 1):
+            parts = [(name, size, (i,)) for i, name in enumerate(("s0", "s1", "s2", ""))]
+            results[f"k={k} size={size}"] = compare(Skips(), parts, [batch_of(8)], 8, loss_fn=mean_square, k=k)
+    return results
+
+
+class LateInputs(nn.Module):
+    """A keyword first used in the last stage, one input unused, one default left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, late: Tensor, unused: Tensor, scale: float = 2.0) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * scale + late
+
+
+def late_inputs() -> dict[str, Any]:
+    more = {"late": batch_of(6, seed=1)["x"], "unused": torch.zeros(6, 2)}
+    parts = [("a", 2, (0,)), ("b", 2, (1,)), ("", 2, (2,))]
+    return compare(LateInputs(), parts, [batch_of(6, **more)], 6, loss_fn=mean_square)
+
+
+class Fork(nn.Module):
+    """Two branches joined: a graph of depth three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.a(x))
+        return self.d(torch.tanh(self.b(first)) + torch.tanh(self.c(first)))
+
+
+def few_micro_batches() -> dict[str, Any]:
+    """A chain and a graph with 1, 2 and 3 micro-batches; rounds of k above them and k that does not divide them."""
+    results = {}
+    for name, model in (("chain", Chain), ("graph", Fork)):
+        for count in (1, 2, 3):
+            for k in (1, 2, 5):
+                parts = [(part, 2, (i,)) for i, part in enumerate(("a", "b", "c", ""))]
+                results[f"{name} M={count} k={k}"] = compare(
+                    model(), parts, [batch_of(2 * count)], 2 * count, loss_fn=mean_square, k=k
+                )
+    return results
+
+
+def other_batch_sizes() -> dict[str, Any]:
+    """Batches that are smaller, as the last one of an epoch may be."""
+    parts = [("image", 2, (0,)), ("text", 4, (1,)), ("", 8, (1,))]
+    return compare(Towers(True), parts, [batch_of(n, 8, seed=n) for n in (8, 5, 2, 8)], 8)
+
+
+def idle_device() -> dict[str, Any]:
+    """A third process has nothing to do, and hears the loss."""
+    return compare(Chain(), [("a b", 2, (0,)), ("", 2, (2,))], [batch_of(4)], 4, loss_fn=mean_square)

@@ -1,0 +1,50 @@
+"""Runs a case on real processes: torchrun, gloo, a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TIME_LIMIT_S = 60
+
+
+def run_case(name: str, num_processes: int) -> list[dict[str, Any]]:
+    """Run a function of `tests.distributed.cases` on every rank and return what each one returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = torchrun(num_processes, ["-m", "tests.distributed.worker", name, folder])
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def torchrun(num_processes: int, arguments: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run torchrun and return its exit code and output; past the time limit the whole process group is killed."""
+    launcher = ["torch.distributed.run", "--nproc-per-node", str(num_processes), "--rdzv-backend", "c10d"]
+    return run([sys.executable, "-m", *launcher, "--rdzv-endpoint", "localhost:0", *arguments], cwd)
+
+
+def run(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a command with one thread a process and the time limit."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, errors = process.communicate()
+        raise AssertionError(f"{' '.join(command)} ran for {TIME_LIMIT_S} s\n{out}\n{errors}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)

@@ -1,0 +1,99 @@
+"""Losses, gradients and trained parameters equal one process's, on real processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import run_case
+
+pytestmark = pytest.mark.distributed
+RELATIVE = 1e-9
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """Check parity, that all ranks heard the same losses, and that copies of a parameter are the same bits."""
+    for result in results:
+        assert max(result["loss"], result["gradient"], result["parameter"]) < RELATIVE
+        assert result["losses"] == results[0]["losses"]
+        assert not result["unexpected_gradients"]
+        assert result["copies_equal"]
+
+
+def check_order(result: dict[str, Any]) -> None:
+    """Check that every device ran its tasks in the order of the schedule that the simulator runs."""
+    lines = result["order"].splitlines()
+    for device in sorted({span[0] for span in result["spans"]}):
+        ran = [
+            f"{stage}{kind[0].upper()}{m}"
+            for d, kind, _, _, stage, m in result["spans"]
+            if d == device and kind in ("forward", "backward")
+        ]
+        assert " ".join(ran) in lines
+
+
+def test_unequal_micro_batches_weigh_their_samples() -> None:
+    results = run_case("unequal_micro_batches", 3)
+    check(results)
+    assert results[0]["losses"][0] == pytest.approx(38.5, rel=RELATIVE)
+    assert results[0]["gradients"].keys() == {"a.weight", "b.weight", "c.weight"}
+    for gradient in results[0]["gradients"].values():
+        assert gradient[0][0] == pytest.approx(77, rel=RELATIVE)
+
+
+def test_replicas_reduce_once_a_step_and_stay_equal() -> None:
+    results = run_case("replicas", 5)
+    check(results)
+    assert results[0]["reductions"] == [1, 1, 0, 0, 0]
+
+
+def test_a_contrastive_loss_is_that_of_the_whole_batch() -> None:
+    results = run_case("contrastive_loss_of_one_hot", 2)
+    check(results)
+    # Over micro-batches of two it would be 0.31326.
+    assert results[0]["losses"][0] == pytest.approx(math.log(math.e + 7) - 1, rel=RELATIVE)
+    assert results[0]["losses"][0] == pytest.approx(1.27401, abs=1e-5)
+
+
+def test_a_contrastive_loss_trains_towers_with_replicas() -> None:
+    check(run_case("contrastive_loss_trained", 3))
+
+
+def test_values_without_gradient_cross_stages() -> None:
+    check(run_case("values_without_gradient", 3))
+
+
+def test_a_value_reaches_several_later_stages() -> None:
+    results = run_case("skips", 4)
+    for case in results[0]:
+        check([result[case] for result in results])
+        check_order(results[0][case])
+
+
+def test_inputs_used_late_or_never() -> None:
+    check(run_case("late_inputs", 3))
+
+
+def test_fewer_micro_batches_than_stages() -> None:
+    results = run_case("few_micro_batches", 4)
+    for case in results[0]:
+        check([result[case] for result in results])
+        check_order(results[0][case])
+
+
+def test_batches_of_another_size() -> None:
+    check(run_case("other_batch_sizes", 2))
+
+
+def test_an_idle_device_hears_the_loss() -> None:
+    check(run_case("idle_device", 3))
+
+
+def test_spans_of_a_rank_do_not_overlap() -> None:
+    result = run_case("replicas", 5)[0]
+    for device in range(5):
+        mine = [span for span in result["spans"] if span[0] == device]
+        assert mine
+        assert all(a[3] <= b[2] for a, b in zip(mine, mine[1:], strict=False))
