@@ -25,8 +25,7 @@ from graphpipe.capture import capture
 from graphpipe.estimate import estimate
 from graphpipe.planner.pipedream import PipeDreamPlanner
 from graphpipe.profiler import measure_profile
-from graphpipe.report.stage_graph import stage_graph_svg, stage_graph_text
-from graphpipe.report.table import plan_text
+from graphpipe.report import plan_text, stage_graph_svg, stage_graph_text
 
 FOLDER = Path(__file__).parent
 

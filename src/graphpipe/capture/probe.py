@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, WHOLE, Kind, SampleClass
 from graphpipe.capture.evaluate import run_node
 from graphpipe.capture.losses import counted_targets, is_plain_loss
-from graphpipe.capture.nodes import inputs_of, is_random, operator_name, subgraphs, value_of, written_by
+from graphpipe.capture.nodes import inputs_of, is_random, is_size, operator_name, subgraphs, value_of, written_by
 from graphpipe.capture.rules import class_by_rule
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph, free_symbols
 from graphpipe.errors import CaptureError
@@ -128,6 +128,7 @@ class _Probe:
         self.classes: dict[fx.Node, Any] = {}
         self.batch_wise: set[fx.Node] = set()
         self.counted: dict[fx.Node, int] = {}
+        self._known: dict[tuple[Any, ...], SampleClass] = {}
         self._regions: dict[fx.GraphModule, fx.GraphModule] = {}
         for name, placeholder in graph.inputs.items():
             self.values[placeholder] = _double(tensors[name])
@@ -166,6 +167,11 @@ class _Probe:
             self.classes[node] = by_rule
             shape = self.graph.shape_at(value_of(node), NUM_SAMPLES)
             self.values[node] = 2 * torch.rand(shape, device=self.device) - 1
+            return
+        signature = self._signature(node)
+        if signature is not None and signature in self._known:
+            self.classes[node] = self._known[signature]
+            self.values[node] = run_node(self.graph, node, self.values, NUM_SAMPLES, self._adapt)
             return
         reads = [(read, leaf) for read in inputs_of(node) for leaf in pytree.tree_leaves(self.classes[read])]
         kinds = {leaf.kind for _, leaf in reads}
@@ -210,6 +216,28 @@ class _Probe:
             if count is not None and MEAN in found:
                 self.counted[node] = count
         self.classes[node] = pytree.tree_unflatten(found, tree)
+        if signature is not None and node not in self.batch_wise and found[0].kind is Kind.PER_SAMPLE:
+            self._known[signature] = found[0]
+
+    def _signature(self, node: fx.Node) -> tuple[Any, ...] | None:
+        """What decides the class of an operation on floats, such as those that each layer of a model repeats.
+
+        None where values may matter as well, as indices and masks do.
+        """
+        if written_by(node) or subgraphs(node) or is_random(node) or not isinstance(value_of(node), Tensor):
+            return None
+        read = []
+        for argument in inputs_of(node):
+            fake, found = value_of(argument), self.classes[argument]
+            is_fixed = argument in self.graph.attributes and self.graph.attributes[argument].kind is not AttributeKind.PARAMETER
+            if not isinstance(fake, Tensor) or not fake.is_floating_point() or is_fixed:
+                return None
+            if argument not in self.graph.attributes and found.kind is not Kind.PER_SAMPLE:
+                return None
+            read.append((self.graph.shape_at(fake, NUM_SAMPLES), found))
+        numbers: list[fx.Node] = []
+        structure = fx.node.map_arg((node.args, dict(node.kwargs)), lambda a: _Place(a, numbers))
+        return str(node.target), str(structure), tuple(str(value_of(n)) for n in numbers), tuple(read)
 
     def _is_unused(self, node: fx.Node, i: int) -> bool:
         """Whether nothing reads entry `i` of a tuple, such as the bookkeeping that ``embedding_bag`` returns."""
@@ -375,6 +403,19 @@ def _rows_by_shape(fake: Any) -> SampleClass | None:
     return SampleClass(Kind.PER_SAMPLE, axes[0], 1, int(rows)) if rows.is_Integer else None
 
 
+class _Place:
+    """Stands for a node in printed arguments; sizes are listed beside."""
+
+    def __init__(self, node: fx.Node, numbers: list[fx.Node]) -> None:
+        self._text = "tensor"
+        if is_size(node):
+            numbers.append(node)
+            self._text = "size"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 def _windows(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A random tensor with overlapping rows: row i starts at entry i of a vector, so a large one takes little memory."""
     numbers = 0.5 + 0.5 * torch.rand(sum(shape) + 1, device=device)
@@ -388,8 +429,8 @@ def _double(tensor: Tensor) -> Tensor:
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
-    if not a.is_floating_point():
-        return bool((a == b).all())
+    if not a.is_floating_point() or torch.equal(a, b):
+        return torch.equal(a, b)
     # Both sides are computed from the same numbers in float64, so only the order of additions may differ.
     finite = b[torch.isfinite(b)]
     scale = float(finite.abs().max()) if finite.numel() else 0.0

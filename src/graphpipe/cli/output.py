@@ -10,8 +10,7 @@ from typing import Any
 
 from graphpipe.errors import GraphPipeError
 from graphpipe.estimate import Estimate, estimate
-from graphpipe.report.stage_graph import stage_graph_text
-from graphpipe.report.table import plan_text
+from graphpipe.report import plan_text, stage_graph_text
 from graphpipe.strategy import Strategy
 
 
