@@ -24,9 +24,7 @@ PROFILE_SIZES = (1, 2, 4, 8)
 def random_edges(draw: st.DrawFn, max_nodes: int = 8) -> tuple[tuple[int, ...], ...]:
     """Successor lists of a directed acyclic graph whose nodes are numbered in a topological order."""
     count = draw(st.integers(1, max_nodes))
-    chosen = {
-        (u, v) for u in range(count) for v in range(u + 1, count) if draw(st.sampled_from((False, False, True)))
-    }
+    chosen = {(u, v) for u in range(count) for v in range(u + 1, count) if draw(st.sampled_from((False, False, True)))}
     return tuple(tuple(v for v in range(count) if (u, v) in chosen) for u in range(count))
 
 
@@ -239,7 +237,11 @@ def strategies(draw: st.DrawFn, graphs: st.SearchStrategy[ComputationGraph] | No
     )
     optimizer = draw(st.sampled_from(OPTIMIZERS))
     problem = PlanningProblem(
-        graph=stages.graph, profile=profile, cluster=cluster, mini_batch_size=stages.mini_batch_size, optimizer=optimizer
+        graph=stages.graph,
+        profile=profile,
+        cluster=cluster,
+        mini_batch_size=stages.mini_batch_size,
+        optimizer=optimizer,
     )
     schedule = kfkb(stages, ModelCosts(problem.cost_model, stages), k=draw(st.integers(1, 3)))
     return Strategy(stages, schedule, profile, cluster, optimizer, "random", {"drawn": True})

@@ -30,14 +30,14 @@ def test_an_order_that_waits_in_a_circle_is_refused_with_both_ends() -> None:
     stages = make_stages([(0, 1), (1, 2)], mini_batch_size=2, devices=[(0,), (1,), (0,)])
     lower(stages, kfkb(stages))
     circle = Schedule((order((0,), "0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1"), order((1,), "1F0 1F1 1B0 1B1")))
-    with pytest.raises(DeadlockError, match=r"circle: device 0 waits in the receive of gradient of v0-1 .*; device 1 waits"):
+    with pytest.raises(
+        DeadlockError, match=r"circle: device 0 waits in the receive of gradient of v0-1 .*; device 1 waits"
+    ):
         lower(stages, circle)
 
 
 def test_every_message_is_sent_and_received_once_and_posted_before() -> None:
-    stages = make_stages(
-        DIAMOND, mini_batch_size=12, sizes=(4, 6, 3, 12), devices=[(0, 1), (2,), (3, 4, 5), (6,)]
-    )
+    stages = make_stages(DIAMOND, mini_batch_size=12, sizes=(4, 6, 3, 12), devices=[(0, 1), (2,), (3, 4, 5), (6,)])
     program = lower(stages, kfkb(stages))
     for message in program.messages:
         source, target = program.instructions[message.source_device], program.instructions[message.target_device]
@@ -60,7 +60,9 @@ def test_a_planted_bug_is_found() -> None:
     second = program.instructions[1]
     late = next(i for i in second if isinstance(i, PostReceive))
     with pytest.raises(DeadlockError, match="circle"):
-        check_deadlock(replace(program, instructions=(first, (*(i for i in second if i != late), late), *program.instructions[2:])))
+        check_deadlock(
+            replace(program, instructions=(first, (*(i for i in second if i != late), late), *program.instructions[2:]))
+        )
 
 
 def test_stages_on_one_device_hand_over_in_place() -> None:

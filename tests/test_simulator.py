@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from graphpipe.cluster import Link
 from graphpipe.cost.collectives import ring_all_reduce_s
 from graphpipe.program import lower
@@ -52,7 +54,7 @@ def test_spans_of_a_device_do_not_overlap_and_follow_what_they_need() -> None:
     }
     for device in range(4):
         mine = [s for s in trace.spans if s.device == device]
-        assert all(a.stop_s <= b.start_s for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.stop_s <= b.start_s for a, b in pairwise(mine))
     for task, span in spans.items():
         assert all(spans[needed].stop_s <= span.start_s for needed in dependencies(task, stages))
 

@@ -68,17 +68,16 @@ def test_a_damaged_strategy_is_refused_or_still_consistent(path: tuple[Any, ...]
     node[path[-1]] = junk
     try:
         loaded = Strategy.from_json(data)
-    except GraphPipeError as error:
-        assert str(error)  # A reason, and no other kind of exception.
-    else:
-        estimate(loaded)
+    except GraphPipeError:
+        return  # With a reason, and not another kind of exception.
+    estimate(loaded)
 
 
 def test_another_model_is_refused_with_the_first_difference(strategy: Strategy) -> None:
     strategy.check_model(make_graph(DIAMOND))
     with pytest.raises(StrategyError, match="it has operator 'o3', this model lacks it"):
         strategy.check_model(make_graph(CHAIN_3))
-    with pytest.raises(StrategyError, match="operator 'o3' differs"):
+    with pytest.raises(StrategyError, match="is_batch_wise of operator 'o3' was False and is True"):
         strategy.check_model(make_graph(DIAMOND, batch_wise=[3]))
     with pytest.raises(StrategyError, match="what passes between the operators differs"):
         strategy.check_model(make_graph(DIAMOND, value_bytes=8))

@@ -1,4 +1,4 @@
-"""Handwritten digits with captions in words: scikit-learn's 1,797 real images of 8 x 8 pixels, and what to say of them."""
+"""Handwritten digits with captions in words: scikit-learn's 1,797 real images of 8 x 8 pixels."""
 
 from __future__ import annotations
 

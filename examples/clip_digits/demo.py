@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from data import Digits
-from job import MINI_BATCH_SIZE, build_model
+from job import MICRO_BATCH_SIZES, MINI_BATCH_SIZE, build_model
 
 import graphpipe as gp
 from graphpipe.api import profile_sizes
@@ -52,7 +52,10 @@ def main() -> None:
     ratio = estimate(chain).iteration_s / found.iteration_s
     print(f"As a chain of stages a step is predicted to take {ratio:.2f} times as long.\n", flush=True)
 
-    print(f"2. Training {given.steps} steps of {MINI_BATCH_SIZE} samples: torchrun, {num_processes} processes, gloo", flush=True)
+    print(
+        f"2. Training {given.steps} steps of {MINI_BATCH_SIZE} samples: torchrun, {num_processes} processes, gloo",
+        flush=True,
+    )
     train(num_processes, given.out, given.steps)
 
     result = json.loads((given.out / "result.json").read_text())
@@ -72,7 +75,7 @@ def make_strategies(num_processes: int) -> tuple[gp.Strategy, gp.Strategy]:
     model = build_model(digits.tokenizer)
     batch = next(digits.batches(MINI_BATCH_SIZE))
     captured = capture(model, batch)
-    profile = measure_profile(captured, profile_sizes(MINI_BATCH_SIZE, num_processes), batch)
+    profile = measure_profile(captured, profile_sizes(MINI_BATCH_SIZE, MICRO_BATCH_SIZES), batch)
     cluster = gp.Cluster.detect(num_processes)
     strategies = [
         gp.plan(
@@ -80,6 +83,7 @@ def make_strategies(num_processes: int) -> tuple[gp.Strategy, gp.Strategy]:
             batch,
             cluster=cluster,
             mini_batch_size=MINI_BATCH_SIZE,
+            micro_batch_sizes=MICRO_BATCH_SIZES,
             profile=profile,
             planner=planner,
         )

@@ -16,6 +16,8 @@ import graphpipe as gp
 
 MINI_BATCH_SIZE = 96
 NUM_STEPS = 250
+MICRO_BATCH_SIZES = (24, 48)
+LEARNING_RATE = 1e-3
 WIDTH = 64
 NUM_LAYERS = 3
 
@@ -48,7 +50,7 @@ def clip_digits() -> gp.Job:
     return gp.Job(
         model=build_model(digits.tokenizer),
         example_batch=next(digits.batches(MINI_BATCH_SIZE)),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
         batches=lambda: islice(digits.batches(MINI_BATCH_SIZE), NUM_STEPS),
     )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from data import Digits
-from job import MINI_BATCH_SIZE, NUM_STEPS, build_model, zero_shot_accuracy
+from job import LEARNING_RATE, MINI_BATCH_SIZE, NUM_STEPS, build_model, zero_shot_accuracy
 
 import graphpipe as gp
 from graphpipe.capture import capture
@@ -51,7 +51,7 @@ def main() -> None:
     pipeline = gp.Pipeline(
         model,
         strategy,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
         example_batch=first,
     )
     train(pipeline, stream, options.steps)
@@ -91,7 +91,7 @@ def train(pipeline: gp.Pipeline, stream, steps: int) -> None:
 
 
 def compare(graph: gp.Pipeline, chain: gp.Pipeline, stream, rounds: int = 6, steps: int = 4) -> tuple[float, float]:
-    """Return the median seconds of a step of each, without the optimizer, taking turns so that both see the same machine."""
+    """Return the median seconds of a step of each, without the optimizer; they take turns, so both see one machine."""
     seconds: dict[str, list[float]] = {"graph": [], "chain": []}
     for turn in range(rounds + 1):
         for name, pipeline in (("graph", graph), ("chain", chain)):

@@ -15,7 +15,7 @@ from graphpipe.capture import CapturedModel, capture, eager_loss
 from graphpipe.cluster import Cluster
 from graphpipe.cost import ADAM, OptimizerCost, Profile
 from graphpipe.errors import GraphPipeError
-from graphpipe.planner.base import Planner, PlanningProblem
+from graphpipe.planner.base import Planner, PlanningProblem, check_sizes
 from graphpipe.planner.graphpipe import GraphPipePlanner
 from graphpipe.profiler import measure_profile
 from graphpipe.runtime.pipeline import LossFunction, OptimizerFactory, Pipeline
@@ -74,6 +74,7 @@ def plan(
         CaptureError: The model cannot be captured.
         PlanningError: No strategy fits the cluster.
     """
+    check_sizes(mini_batch_size, micro_batch_sizes)
     say = progress or (lambda line: None)
     cluster = cluster or Cluster.detect()
     if isinstance(model, CapturedModel):
@@ -82,7 +83,7 @@ def plan(
         say("capturing the model")
         captured = capture(model, example_batch, loss_fn=loss_fn)
     if profile is None:
-        sizes = profile_sizes(mini_batch_size, len(cluster), micro_batch_sizes)
+        sizes = profile_sizes(mini_batch_size, micro_batch_sizes)
         say(f"measuring {len(captured.graph.operators)} operators at {', '.join(map(str, sizes))} samples")
         profile = measure_profile(captured, sizes, example_batch)
     problem = PlanningProblem(
@@ -98,10 +99,10 @@ def plan(
     return chosen.plan(problem, progress=progress)
 
 
-def profile_sizes(mini_batch_size: int, num_devices: int, micro_batch_sizes: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the local micro-batch sizes to measure: powers of two, and every wanted size split over replicas.
+def profile_sizes(mini_batch_size: int, micro_batch_sizes: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the local micro-batch sizes to measure: powers of two, the wanted sizes, and the mini-batch.
 
-    Five to nine of them are enough: between two sizes costs are close to linear.
+    Other sizes, such as a micro-batch split over three replicas, are interpolated: costs are close to linear between.
     """
     sizes = {mini_batch_size}
     size = 1
@@ -190,7 +191,7 @@ def _single_process(
     for parameter in reference.parameters():
         parameter.grad = None
     loss = eager_loss(reference, batch, loss_fn)
-    loss.backward()
+    torch.autograd.backward(loss)
     return float(loss.detach()), {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
 
 

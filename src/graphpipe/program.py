@@ -227,7 +227,8 @@ def _reductions(stages: StageGraph) -> tuple[AllReduce, ...]:
         if len(devices) > 1:
             groups.setdefault(tuple(sorted(devices)), []).append(name)
     return tuple(
-        AllReduce(devices, tuple(sorted(names)), sum(sizes[n] for n in names)) for devices, names in sorted(groups.items())
+        AllReduce(devices, tuple(sorted(names)), sum(sizes[n] for n in names))
+        for devices, names in sorted(groups.items())
     )
 
 
@@ -342,7 +343,9 @@ def check_deadlock(program: Program) -> None:
                 case AwaitReceive(message):
                     events = [sent.get(message.tag), None if message.is_local else posted.get(message.tag)]
                     if sent.get(message.tag) is None or (not message.is_local and posted.get(message.tag) is None):
-                        raise DeadlockError(f"device {device} waits for a message that is never sent or posted: {message}")
+                        raise DeadlockError(
+                            f"device {device} waits for a message that is never sent or posted: {message}"
+                        )
                     waits[device, at] = [event for event in events if event is not None]
                 case AwaitSend(message):
                     if message.tag not in posted:

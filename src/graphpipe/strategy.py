@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Strategy:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Strategy:
+    def from_json(cls, data: object) -> Strategy:
         """Return the strategy that `to_json` wrote.
 
         Raises:
@@ -181,9 +181,16 @@ class Strategy:
                 raise StrategyError(f"the strategy is for another model: it has operator {name!r}, this model lacks it")
         for name, operator in theirs.items():
             if name not in mine:
-                raise StrategyError(f"the strategy is for another model: this model has {name!r}, the strategy lacks it")
-            if operator != mine[name]:
-                raise StrategyError(f"the strategy is for another model: operator {name!r} differs; plan again")
+                raise StrategyError(
+                    f"the strategy is for another model: this model has {name!r}, the strategy lacks it"
+                )
+            before, now = asdict(mine[name]), asdict(operator)
+            for what in before:
+                if before[what] != now[what]:
+                    raise StrategyError(
+                        f"the strategy is for another model: {what} of operator {name!r} was {_short(before[what])} and "
+                        f"is {_short(now[what])}; plan again"
+                    )
         raise StrategyError("the strategy is for another model: what passes between the operators differs; plan again")
 
     def check_world_size(self, world_size: int) -> None:
@@ -197,3 +204,8 @@ class Strategy:
                 f"the strategy is for {len(self.cluster)} devices, the job has {world_size} processes; start "
                 f"{len(self.cluster)} (torchrun --nproc-per-node {len(self.cluster)}) or plan again for {world_size}"
             )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

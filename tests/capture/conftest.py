@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def random_partition(captured: CapturedModel, num_stages: int, rng: random.Rando
                 ready.append(j)
     num_stages = min(num_stages, len(order))
     cuts = [0, *sorted(rng.sample(range(1, len(order)), num_stages - 1)), len(order)]
-    return [order[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [order[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def train_in_stages(captured: CapturedModel, partition: Partition, batch: Any, rng: random.Random) -> Training:
@@ -73,7 +74,9 @@ def train_in_stages(captured: CapturedModel, partition: Partition, batch: Any, r
         for name in stage.output_names:
             parts = [outputs[name] for _, outputs in runs]
             if name == captured.loss:
-                whole[name] = torch.stack([_weight(captured, s, total) * p for s, p in zip(stage_spans, parts, strict=True)]).sum()
+                whole[name] = torch.stack(
+                    [_weight(captured, s, total) * p for s, p in zip(stage_spans, parts, strict=True)]
+                ).sum()
                 continue
             for (start, stop), part in zip(stage_spans, parts, strict=True):
                 assert part.shape == specs[name].shape_for(stop - start), name

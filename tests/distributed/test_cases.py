@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -96,4 +97,4 @@ def test_spans_of_a_rank_do_not_overlap() -> None:
     for device in range(5):
         mine = [span for span in result["spans"] if span[0] == device]
         assert mine
-        assert all(a[3] <= b[2] for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a[3] <= b[2] for a, b in pairwise(mine))

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from graphpipe.cost.collectives import ring_all_reduce_s
-from graphpipe.estimate import Estimate, WORKSPACE_MARGIN
+from graphpipe.estimate import WORKSPACE_MARGIN, Estimate
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.layout import Block, Chain
 from graphpipe.schedule import Phase
@@ -167,11 +167,7 @@ class Oracle:
         levels = self.levels(cover)
         alone = [any(self.graph.operators[u].is_batch_wise for u in part) for part in cover]
         options = [
-            [
-                (r, self.stage_s(part, r))
-                for r in replicas
-                if self.fits(part, r, level) and (r == 1 or not single)
-            ]
+            [(r, self.stage_s(part, r)) for r in replicas if self.fits(part, r, level) and (r == 1 or not single)]
             for part, level, single in zip(cover, levels, alone, strict=True)
         ]
         return min(

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.graph_models import GraphModel, OperatorShape, make_batch, reference
 from graphpipe.capture.specs import LossReduction
 from graphpipe.program import lower
 from graphpipe.runtime.in_process import run_in_process
 from graphpipe.schedule import UniformCosts, in_flight_limits, kfkb
 from graphpipe.simulator import simulate
 from graphpipe.stage import Recompute, Stage, StageGraph
+from tests.graph_models import GraphModel, OperatorShape, make_batch, reference
 
 RELATIVE = 1e-9
 
@@ -112,7 +112,9 @@ def test_loss_and_gradients_are_those_of_one_process(data: st.DataObject) -> Non
                 assert found is None or not found.any(), name
             else:
                 assert found is not None, name
-                torch.testing.assert_close(found, expected, rtol=RELATIVE, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    found, expected, rtol=RELATIVE, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+                )
     assert seen == set(gradients)
     # Copies of a parameter, on replicas or on stages that share it, have the same gradient to the last bit.
     for name in seen:

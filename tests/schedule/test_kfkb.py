@@ -88,9 +88,7 @@ def test_gpipe_runs_all_forwards_first() -> None:
 
 
 def test_a_batch_wise_stage_waits_for_the_whole_mini_batch_and_shares_a_device() -> None:
-    towers = make_stages(
-        TWO_TOWERS, mini_batch_size=4, sizes=(2, 2, 4), devices=[(0,), (1,), (0,)], batch_wise=[2]
-    )
+    towers = make_stages(TWO_TOWERS, mini_batch_size=4, sizes=(2, 2, 4), devices=[(0,), (1,), (0,)], batch_wise=[2])
     schedule = kfkb(towers, ONE_TWO)
     assert str(schedule) == "0F0 0F1 2F0 2B0 0B0 0B1\n1F0 1F1 1B0 1B1"
 

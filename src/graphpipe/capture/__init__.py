@@ -6,4 +6,13 @@ from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.capture.stage_module import StageModule
 from graphpipe.capture.units import Granularity
 
-__all__ = ["CapturedModel", "Granularity", "LossReduction", "SampleLayout", "StageModule", "ValueSpec", "capture", "eager_loss"]
+__all__ = [
+    "CapturedModel",
+    "Granularity",
+    "LossReduction",
+    "SampleLayout",
+    "StageModule",
+    "ValueSpec",
+    "capture",
+    "eager_loss",
+]

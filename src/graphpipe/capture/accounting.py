@@ -17,7 +17,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from graphpipe.capture.evaluate import run_node
-from graphpipe.capture.nodes import inputs_of, is_grouped_product, is_heavy, operator_name, tensors_of, value_of, written_by
+from graphpipe.capture.nodes import (
+    inputs_of,
+    is_grouped_product,
+    is_heavy,
+    operator_name,
+    tensors_of,
+    value_of,
+    written_by,
+)
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
 
 
@@ -96,9 +104,7 @@ def account(graph: TrainingGraph, num_samples: int) -> Accounting:
         raw[node] = (moved, saved)
 
     requires_grad = frozenset(n for n, value in values.items() if any(t.requires_grad for t in _tensors(value)))
-    costs = {
-        node: OperationCosts(*flops.of(node, requires_grad), moved, saved) for node, (moved, saved) in raw.items()
-    }
+    costs = {node: OperationCosts(*flops.of(node, requires_grad), moved, saved) for node, (moved, saved) in raw.items()}
     return Accounting(num_samples, costs, maker, requires_grad)
 
 
@@ -154,7 +160,9 @@ class _FlopTable:
             tuple(self._graph.shape_at(t, self._num_samples) for read in reads for t in tensors_of(read)),
             tuple(read in requires_grad for read in reads),
             str([a for a in pytree.tree_leaves((node.args, dict(node.kwargs))) if not isinstance(a, fx.Node)]),
-            node.name if any(a.op == "get_attr" and a not in self._graph.attributes for a in node.all_input_nodes) else "",
+            node.name
+            if any(a.op == "get_attr" and a not in self._graph.attributes for a in node.all_input_nodes)
+            else "",
         )
         if key not in self._known:
             self._known[key] = self._count(node, reads, requires_grad)
@@ -182,19 +190,16 @@ class _FlopTable:
                     torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
         return float(forward), float(counter.get_total_flops() - forward)
 
-    def _recurrent(
-        self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]
-    ) -> tuple[float, float]:
+    def _recurrent(self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
         # One multiply-add per weight and step; the counter sees a single opaque kernel.
         steps_and_samples = self._graph.shape_at(tensors_of(node)[0], self._num_samples)[:-1]
-        weights = sum(t.numel() for read in reads if read in self._graph.attributes for t in tensors_of(read) if t.dim() == 2)
+        weights = sum(
+            t.numel() for read in reads if read in self._graph.attributes for t in tensors_of(read) if t.dim() == 2
+        )
         forward = 2.0 * weights * float(torch.Size(steps_and_samples).numel())
         return forward, 2.0 * forward if any(read in requires_grad for read in reads) else 0.0
 
-
-    def _grouped(
-        self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]
-    ) -> tuple[float, float]:
+    def _grouped(self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
         # Each row meets the matrix of one group, of size inner by outer; the counter knows no such operator.
         rows = self._graph.shape_at(tensors_of(reads[0])[0], self._num_samples)
         made = self._graph.shape_at(tensors_of(node)[0], self._num_samples)
@@ -203,11 +208,11 @@ class _FlopTable:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
+    return int(sdpa_backward_flop_count(grad, query, key, value))  # type: ignore[no-untyped-call]
 
 
 # The counter of torch 2.13 knows the kernels of GPUs only.

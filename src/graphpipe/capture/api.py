@@ -29,8 +29,9 @@ def capture(
 ) -> CapturedModel:
     """Return a model and its loss as a graph of operators.
 
-    The model is not changed, and may be on the meta device; the example batch is not. Freeze parameters before the capture, and capture again after freezing others. A model in
-    train mode keeps the mode of each of its modules; one in eval mode is captured in train mode.
+    The model is not changed. It may be on the meta device; the example batch may not. Freeze parameters before the
+    capture, and capture again after freezing others. A model in train mode keeps the mode of each of its modules; one
+    in eval mode is captured in train mode. Under autocast, capture and train under the same one.
 
     Args:
         model: The model.
@@ -53,7 +54,7 @@ def capture(
     with shapes_for_meta(model) as original:
         module = export_graph(wrapper, list(tensors.values()), layout)
     graph = clean(module, model, list(layout.inputs), original)
-    accounting = account(graph, layout.num_samples)
+    accounting = account(graph, NUM_SAMPLES)
     classification = classify(graph, resize(layout, tensors, NUM_SAMPLES))
     units = form_units(graph, classification, accounting, granularity)
     description = describe(name or type(model).__name__, graph, classification, accounting, units)

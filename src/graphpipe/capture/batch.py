@@ -1,7 +1,7 @@
 """Batches as users hold them, and as flat tensors by name.
 
-A batch is a mapping from names to tensors, plain values, or nested lists, tuples and dicts of these; or a tuple, list or
-single tensor of positional arguments. Flattened, each tensor has a name: ``pixel_values``, or ``xs.0`` for the first
+A batch is a mapping from names to tensors, plain values, or nested lists, tuples and dicts of these; or a tuple, list
+or single tensor of positional arguments. Flattened, each tensor has a name: ``pixel_values``, or ``xs.0`` for the first
 entry of a list.
 """
 

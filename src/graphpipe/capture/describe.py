@@ -60,7 +60,17 @@ def describe(
     gradients = nodes_with_gradient(graph, accounting)
     saved = _saved_bytes(units, unit_of, accounting)
     operators = tuple(
-        _operator(graph, classification, accounting, nodes, units.repeated_for(nodes), gradients, names[i], places[i], saved[i])
+        _operator(
+            graph,
+            classification,
+            accounting,
+            nodes,
+            units.repeated_for(nodes),
+            gradients,
+            names[i],
+            places[i],
+            saved[i],
+        )
         for i, nodes in enumerate(units.members)
     )
     crossing: dict[int, list[fx.Node]] = {}
@@ -91,7 +101,7 @@ def describe(
                     producer=names[i],
                     consumers=consumers,
                     carries_gradient=spec.carries_gradient,
-                    **size,  # type: ignore[arg-type]
+                    **size,
                 )
             )
     return Description(ComputationGraph(name, operators, tuple(values)), specs, value_names)

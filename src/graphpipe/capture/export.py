@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
+import io
+import logging
 import sys
 import traceback
 import warnings
@@ -98,7 +100,11 @@ def _accepted_arguments(model: nn.Module, layout: BatchLayout, loss_fn: LossFunc
         near = closest(left[0], [name for name in names if name not in entries])
         raise CaptureError(
             f"{type(model).__name__} has no input `{left[0]}`; "
-            + (f"did you mean `{near}`?" if near else f"its inputs are {', '.join(names)}; or pass a loss_fn that reads it")
+            + (
+                f"did you mean `{near}`?"
+                if near
+                else f"its inputs are {', '.join(names)}; or pass a loss_fn that reads it"
+            )
         )
     return accepted
 
@@ -177,6 +183,7 @@ def shapes_for_meta(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     original: dict[int, Tensor] = {}
     stand_ins: dict[int, Tensor] = {}  # tied tensors stay tied
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    tensors: dict[str, Any]
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -246,33 +253,46 @@ def export_graph(wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLay
     batch = Dim("batch")
     shapes = tuple({0: batch} if spec.layout is not None else None for spec in layout.inputs.values())
     model = getattr(wrapper, MODEL)
-    with training_mode(model), _symbolic_len(model, wrapper._loss_fn), _guard_log() as log, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with training_mode(model), _symbolic_len(model, wrapper._loss_fn), _guard_log() as log, _quiet():
         try:
             program = torch.export.export(wrapper, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False)
-            return program.module(check_guards=False)  # type: ignore[return-value]
+            return program.module(check_guards=False)
         except CaptureError:
             raise
         except Exception as error:  # torch raises whatever the user's code or its own tracer met
             raise _explained(error, type(model).__name__, layout.num_samples, log) from error
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from printing warnings and whole graphs: what went wrong is said in one sentence afterwards."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def _explained(error: Exception, model: str, num_samples: int, log: _GuardLog) -> CaptureError:
     kind = type(error).__name__
     place = _user_line(traceback.extract_tb(error.__traceback__))
     first_line = next((line for line in str(error).splitlines() if line.strip()), kind)
-    if "data-dependent" in str(error) or kind.startswith(("GuardOnDataDependent", "DataDependent", "UnsupportedOperator")):
+    if "data-dependent" in str(error) or kind.startswith(
+        ("GuardOnDataDependent", "DataDependent", "UnsupportedOperator")
+    ):
         return CaptureError(
             f"{model} branches or takes a size from the values of a tensor at {place or 'an unknown line'}, so its "
             "graph is not the same for every batch; use torch.where, or compute the condition outside of the model"
         )
     if "specialized" in str(error) or "Constraints violated" in str(error) or kind == "ConstraintViolationError":
         fixed = [p for condition, p in log.entries if condition.startswith(("Eq(", "Ne("))]
-        found = (fixed or [p for _, p in log.entries] or [None])[0]
+        found = next(iter(fixed or [p for _, p in log.entries]), None)
         return CaptureError(
             f"the batch size of {model} was fixed to {num_samples} at {found or 'an unknown line'}; take it from "
             "`.shape[0]` of an input and write no number for it"
         )
-    return CaptureError(
-        f"{model} cannot be exported: {kind}: {first_line}" + (f" (at {place})" if place else "")
-    )
+    return CaptureError(f"{model} cannot be exported: {kind}: {first_line}" + (f" (at {place})" if place else ""))

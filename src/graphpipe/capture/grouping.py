@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -108,13 +108,13 @@ def join_uncuttable(
             groups.join([node, *readers])
 
 
-def components(successors: Mapping[Hashable, Collection[Hashable]]) -> list[list[Hashable]]:
+def components(successors: Mapping[fx.Node, Collection[fx.Node]]) -> list[list[fx.Node]]:
     """Return the strongly connected components with more than one node (Tarjan, without recursion)."""
-    index: dict[Hashable, int] = {}
-    low: dict[Hashable, int] = {}
-    on_stack: set[Hashable] = set()
-    stack: list[Hashable] = []
-    found: list[list[Hashable]] = []
+    index: dict[fx.Node, int] = {}
+    low: dict[fx.Node, int] = {}
+    on_stack: set[fx.Node] = set()
+    stack: list[fx.Node] = []
+    found: list[list[fx.Node]] = []
     for root in successors:
         if root in index:
             continue

@@ -39,13 +39,13 @@ def _name(nodes: list[fx.Node]) -> str:
 
 
 def place_of(nodes: Sequence[fx.Node], heavy: Collection[fx.Node]) -> str:
-    """Return the path of the module that a person would look for: the block of the first heavy operation, or its own."""
+    """Return the path of the module that a person would look for: the first heavy operation's block, or its own."""
     first = next((node for node in nodes if node in heavy), nodes[0])
     return block_of(first) or module_path(first, MODEL)
 
 
 def block_of(node: fx.Node) -> str:
-    """Return the path up to the last entry of a list of modules, such as ``encoder.layers.3``; empty if there is none."""
+    """Return the path up to the last entry of a list of modules, such as ``encoder.layers.3``; empty without one."""
     parts = module_path(node, MODEL).split(".")
     for i in range(len(parts) - 1, -1, -1):
         if parts[i].isdigit() and i < len(parts) - 1:

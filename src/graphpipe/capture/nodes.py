@@ -36,7 +36,7 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
 
 def is_size(node: fx.Node) -> bool:
     """Return whether a node computes a size or another plain number."""
-    if node.op != "call_function" or node.target is operator.getitem and isinstance(value_of(node), Tensor):
+    if node.op != "call_function" or (node.target is operator.getitem and isinstance(value_of(node), Tensor)):
         return False
     value = value_of(node)
     return isinstance(value, (*_SYMBOLIC, int, float, bool))

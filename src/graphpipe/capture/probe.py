@@ -30,7 +30,8 @@ from graphpipe.capture.evaluate import run_node
 from graphpipe.capture.losses import counted_targets, is_plain_loss
 from graphpipe.capture.nodes import inputs_of, is_random, is_size, operator_name, subgraphs, value_of, written_by
 from graphpipe.capture.rules import class_by_rule
-from graphpipe.capture.training_graph import AttributeKind, TrainingGraph, free_symbols
+from graphpipe.capture.stand_ins import ProbeArguments, in_double, perturbed, random_windows
+from graphpipe.capture.training_graph import AttributeKind, TrainingGraph, free_symbols, size_expression
 from graphpipe.errors import CaptureError
 
 NUM_SAMPLES = 6
@@ -82,7 +83,7 @@ def classify(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Classificat
         try:
             torch.manual_seed(0)
             try:
-                return _Probe(graph, _perturbed(graph, tensors)).run()
+                return _Probe(graph, perturbed(graph, tensors)).run()
             except Exception:  # zeroed integers may be out of the model's range, such as offsets
                 torch.manual_seed(0)
                 return _Probe(graph, tensors).run()
@@ -93,27 +94,6 @@ def classify(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Classificat
             ) from error
         finally:
             torch.set_default_dtype(default)
-
-
-def _perturbed(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Make the samples differ: scale floats by 0.5 to 1, and zero some positive integers, unevenly."""
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for name, tensor in tensors.items():
-        noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
-        depends = any(free_symbols(size) for size in value_of(graph.inputs[name]).shape)
-        if not depends:
-            found[name] = tensor
-        elif tensor.is_floating_point():
-            found[name] = tensor * (0.5 + 0.5 * noise).to(tensor.dtype)
-        elif tensor.is_complex():
-            found[name] = tensor * (0.5 + 0.5 * noise)
-        else:
-            zeroed = (noise < 0.25) & (tensor > 0)
-            if tensor.dim() > 1:
-                zeroed[..., 0] = False  # a mask row without a single entry gives NaN, which hides differences
-            found[name] = torch.where(zeroed, torch.zeros_like(tensor), tensor)
-    return found
 
 
 class _Probe:
@@ -129,9 +109,9 @@ class _Probe:
         self.batch_wise: set[fx.Node] = set()
         self.counted: dict[fx.Node, int] = {}
         self._known: dict[tuple[Any, ...], SampleClass] = {}
-        self._regions: dict[fx.GraphModule, fx.GraphModule] = {}
+        self._adapt = ProbeArguments()
         for name, placeholder in graph.inputs.items():
-            self.values[placeholder] = _double(tensors[name])
+            self.values[placeholder] = in_double(tensors[name])
             depends = any(free_symbols(size) for size in value_of(placeholder).shape)
             self.classes[placeholder] = SampleClass(Kind.PER_SAMPLE) if depends else INDEPENDENT
         for node in graph.attributes:
@@ -158,8 +138,8 @@ class _Probe:
         if attribute.kind is AttributeKind.PARAMETER or attribute.tensor.is_meta:
             if not attribute.tensor.is_floating_point():
                 return torch.zeros(attribute.tensor.shape, dtype=attribute.tensor.dtype)
-            return _windows(tuple(attribute.tensor.shape), self.device)
-        return _double(attribute.tensor.detach())
+            return random_windows(tuple(attribute.tensor.shape), self.device)
+        return in_double(attribute.tensor.detach())
 
     def _classify(self, node: fx.Node) -> None:
         by_rule = class_by_rule(node, self.classes)
@@ -208,7 +188,9 @@ class _Probe:
         if any(f.kind is Kind.WHOLE for f in found):
             # Rows are a matter of convention for the result of an operation that mixes samples; readers are tested.
             self.batch_wise.add(node)
-            found = [(_rows_by_shape(fake) or f) if f.kind is Kind.WHOLE else f for f, fake in zip(found, fakes, strict=True)]
+            found = [
+                (_rows_by_shape(fake) or f) if f.kind is Kind.WHOLE else f for f, fake in zip(found, fakes, strict=True)
+            ]
         elif parts is not None:
             for k in (0, 1):
                 self.parts[k][node] = parts[k]
@@ -229,14 +211,17 @@ class _Probe:
         read = []
         for argument in inputs_of(node):
             fake, found = value_of(argument), self.classes[argument]
-            is_fixed = argument in self.graph.attributes and self.graph.attributes[argument].kind is not AttributeKind.PARAMETER
+            is_fixed = (
+                argument in self.graph.attributes
+                and self.graph.attributes[argument].kind is not AttributeKind.PARAMETER
+            )
             if not isinstance(fake, Tensor) or not fake.is_floating_point() or is_fixed:
                 return None
             if argument not in self.graph.attributes and found.kind is not Kind.PER_SAMPLE:
                 return None
             read.append((self.graph.shape_at(fake, NUM_SAMPLES), found))
         numbers: list[fx.Node] = []
-        structure = fx.node.map_arg((node.args, dict(node.kwargs)), lambda a: _Place(a, numbers))
+        structure = fx.node.map_arg((node.args, dict(node.kwargs)), lambda a: _place(a, numbers))
         return str(node.target), str(structure), tuple(str(value_of(n)) for n in numbers), tuple(read)
 
     def _is_unused(self, node: fx.Node, i: int) -> bool:
@@ -344,51 +329,6 @@ class _Probe:
         for node in self.batch_wise:
             self.counted.pop(node, None)
 
-    def _adapt(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Compute in float64, and switch dropout off."""
-
-        def in_double(argument: Any) -> Any:
-            if isinstance(argument, torch.dtype) and argument.is_floating_point:
-                return torch.float64
-            return self._region_in_double(argument) if isinstance(argument, fx.GraphModule) else argument
-
-        args, kwargs = pytree.tree_map(in_double, (args, kwargs))
-        return without_dropout(node, args, kwargs)
-
-    def _region_in_double(self, region: fx.GraphModule) -> fx.GraphModule:
-        if region not in self._regions:
-            graph = fx.Graph()
-            output = graph.graph_copy(region.graph, {})
-            graph.output(output)
-            copied = fx.GraphModule(region, graph)
-            for node in copied.graph.nodes:
-                if node.op == "call_function":
-                    node.args, node.kwargs = self._adapt(node, node.args, dict(node.kwargs))
-            copied.recompile()
-            self._regions[region] = copied
-        return self._regions[region]
-
-
-def without_dropout(
-    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of an operator call with its dropout switched off."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return args, kwargs
-    changes = {"dropout_p": 0.0} if operator_name(node) == "scaled_dot_product_attention" else {}
-    if "dropout" in operator_name(node):
-        changes = {"train": False, "p": 0.0}
-    elif operator_name(node) in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        changes = {"dropout": 0.0}
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.name in changes:
-            if i < len(args):
-                args = (*args[:i], changes[argument.name], *args[i + 1 :])
-            elif argument.name in kwargs or not argument.kwarg_only and argument.has_default_value():
-                kwargs = {**kwargs, argument.name: changes[argument.name]}
-    return args, kwargs
-
 
 def _rows_by_shape(fake: Any) -> SampleClass | None:
     """The rows of a tensor with one axis of a multiple of the batch size; None if there is no such axis."""
@@ -397,33 +337,18 @@ def _rows_by_shape(fake: Any) -> SampleClass | None:
     axes = [axis for axis, size in enumerate(fake.shape) if free_symbols(size)]
     if len(axes) != 1:
         return None
-    expression = fake.shape[axes[0]].node.expr
+    expression = size_expression(fake.shape[axes[0]])
     (symbol,) = expression.free_symbols
     rows = expression / symbol
     return SampleClass(Kind.PER_SAMPLE, axes[0], 1, int(rows)) if rows.is_Integer else None
 
 
-class _Place:
-    """Stands for a node in printed arguments; sizes are listed beside."""
-
-    def __init__(self, node: fx.Node, numbers: list[fx.Node]) -> None:
-        self._text = "tensor"
-        if is_size(node):
-            numbers.append(node)
-            self._text = "size"
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def _windows(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """A random tensor with overlapping rows: row i starts at entry i of a vector, so a large one takes little memory."""
-    numbers = 0.5 + 0.5 * torch.rand(sum(shape) + 1, device=device)
-    return numbers.as_strided(shape, (1,) * len(shape))
-
-
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float64, copy=True) if tensor.is_floating_point() else tensor.clone()
+def _place(node: fx.Node, numbers: list[fx.Node]) -> str:
+    """Stand for a node in printed arguments; sizes are listed beside."""
+    if is_size(node):
+        numbers.append(node)
+        return "size"
+    return "tensor"
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -63,7 +63,8 @@ def _product(node: fx.Node, classes: Mapping[fx.Node, Any], left: str, right: st
     if classes[b] == INDEPENDENT and value_of(b).dim() == 2:
         return _rows_kept(node, classes, left, (right,), last_axes=1)
     same = classes[a] == classes[b] and value_of(a).dim() == value_of(b).dim()
-    return classes[a] if same and _is_leading(classes[a], value_of(a), 2) else None
+    found: SampleClass = classes[a]
+    return found if same and _is_leading(found, value_of(a), 2) else None
 
 
 def _attention(node: fx.Node, classes: Mapping[fx.Node, Any]) -> SampleClass | None:

@@ -88,7 +88,7 @@ class StageModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
         # Tensors that the model's code makes from literals follow the module to its device and dtype.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._constants = {name: fn(tensor) for name, tensor in self._constants.items()}
         return self
 

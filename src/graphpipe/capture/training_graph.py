@@ -1,4 +1,4 @@
-"""The exported graph, cleaned: one node per tensor of the model, the model's own names, and only what the loss needs."""
+"""The exported graph, cleaned: a node per tensor of the model, the model's own names, and only what the loss needs."""
 
 from __future__ import annotations
 
@@ -146,8 +146,7 @@ def clean(
         for node in placeholders
         for tensor in tensors_of(node)
         for size in tensor.shape
-        if isinstance(size, torch.SymInt)
-        for symbol in size.node.expr.free_symbols
+        for symbol in free_symbols(size)
     )
     operations = _live(graph, loss, attributes)
     found = TrainingGraph(module, attributes, inputs, operations, loss, symbols)
@@ -155,9 +154,7 @@ def clean(
     return found
 
 
-def _attributes(
-    module: fx.GraphModule, model: nn.Module, original: Mapping[int, Tensor]
-) -> dict[fx.Node, Attribute]:
+def _attributes(module: fx.GraphModule, model: nn.Module, original: Mapping[int, Tensor]) -> dict[fx.Node, Attribute]:
     """Leave one node per tensor of the model, and say what each is."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
@@ -227,6 +224,11 @@ def _check(graph: TrainingGraph, model: nn.Module) -> None:
                     f"{name} turns the value of a tensor into a number at {source_line(read) or read.name}; "
                     "keep it a tensor"
                 )
+
+
+def size_expression(size: Any) -> sympy.Basic:
+    """Return a size as an expression in the number of samples."""
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else sympy.sympify(size)
 
 
 def free_symbols(size: Any) -> frozenset[sympy.Symbol]:

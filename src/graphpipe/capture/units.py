@@ -98,8 +98,8 @@ def hand_on_views(
 ) -> tuple[tuple[fx.Node, ...], ...]:
     """Move views to the only unit that reads them, where that unit could as well read what they are views of.
 
-    It can if that is sent to some unit anyway, so a tensor and a view of it are not both sent. And it should if the view
-    takes the samples off axis 0, as a transpose before a product does: on axis 0 they are sent without a copy.
+    It can if that is sent to some unit anyway, so a tensor and a view of it are not both sent. And it should if the
+    view takes the samples off axis 0, as a transpose before a product does: on axis 0 they are sent without a copy.
     """
     unit_of = {node: i for i, nodes in enumerate(members) for node in nodes}
     sizes = Counter(map(atoms.find, graph.operations))
@@ -246,9 +246,7 @@ class _Quotient:
     def _parameter_bytes(self, nodes: Iterable[fx.Node]) -> int:
         found = {r for n in nodes for r in inputs_of(n) if r in self.graph.attributes}
         tensors = [self.graph.attributes[r] for r in found]
-        return sum(
-            a.tensor.numel() * a.tensor.element_size() for a in tensors if a.kind is AttributeKind.PARAMETER
-        )
+        return sum(a.tensor.numel() * a.tensor.element_size() for a in tensors if a.kind is AttributeKind.PARAMETER)
 
     def absorb_sources(self) -> None:
         """Put each light group that reads from no other into the only group that waits for it."""
@@ -297,8 +295,10 @@ class _Quotient:
                 touches = bool(predecessors[root] & set(part)) or any(
                     predecessors[root] & predecessors[p] for p in part
                 )
-                if touches and self.may_join(*(members[p] for p in candidate)) and _is_convex(
-                    candidate, predecessors, order
+                if (
+                    touches
+                    and self.may_join(*(members[p] for p in candidate))
+                    and _is_convex(candidate, predecessors, order)
                 ):
                     part.append(root)
                     break

@@ -19,10 +19,16 @@ _OPTIMIZERS = ("adam", "momentum", "sgd")
 @click.option("--mini-batch-size", required=True, type=click.IntRange(min=1), help="Samples a step.")
 @click.option("--devices", type=click.IntRange(min=1), help="Devices of this machine; by default all of them.")
 @click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), help="A cluster in a JSON file.")
-@click.option("--micro-batch-size", "sizes", multiple=True, type=click.IntRange(min=1), help="Try this one; repeatable.")
-@click.option("--planner", type=click.Choice(["graphpipe", "pipedream", "piper"]), default="graphpipe", show_default=True)
+@click.option(
+    "--micro-batch-size", "sizes", multiple=True, type=click.IntRange(min=1), help="Try this one; repeatable."
+)
+@click.option(
+    "--planner", type=click.Choice(["graphpipe", "pipedream", "piper"]), default="graphpipe", show_default=True
+)
 @click.option("--optimizer", type=click.Choice(_OPTIMIZERS), default="adam", show_default=True, help="For its memory.")
-@click.option("--memory-gb", type=click.FloatRange(min=0, min_open=True), help="Memory of a device, instead of detected.")
+@click.option(
+    "--memory-gb", type=click.FloatRange(min=0, min_open=True), help="Memory of a device, instead of detected."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("strategy.json"), show_default=True)
 def command(
     reference: str,

@@ -49,8 +49,10 @@ def command(
         given = [text for name, path in options.items() if path is not None for text in (name, str(path))]
         launch(
             len(strategy.cluster),
-            ["train", str(strategy_file), "--model", reference, "--steps", str(steps), "--log-every", str(log_every)]
-            + given,
+            [
+                *("train", str(strategy_file), "--model", reference),
+                *("--steps", str(steps), "--log-every", str(log_every), *given),
+            ],
         )
         return
     from graphpipe.cli.jobs import batches, default_optimizer

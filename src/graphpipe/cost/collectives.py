@@ -26,7 +26,7 @@ def ring_all_reduce_s(num_bytes: float, num_replicas: int, link: Link) -> float:
         ValueError: `num_replicas` is less than 1.
 
     Source:
-        Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005: reduce-scatter, then all-gather, without the arithmetic term.
+        Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005: reduce-scatter, then all-gather, without arithmetic.
     """
     if num_replicas < 1:
         raise ValueError(f"a stage has at least one replica, got {num_replicas}")

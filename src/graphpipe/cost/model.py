@@ -31,7 +31,9 @@ class OptimizerCost:
 
     def __post_init__(self) -> None:
         if self.state_bytes_per_parameter_byte < 0:
-            raise GraphPipeError(f"optimizer {self.name!r} cannot keep {self.state_bytes_per_parameter_byte} bytes a byte")
+            raise GraphPipeError(
+                f"optimizer {self.name!r} cannot keep {self.state_bytes_per_parameter_byte} bytes a byte"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the cost as plain data."""
@@ -140,7 +142,7 @@ class CostModel:
         )
 
     def state_memory(self, operators: Sequence[int]) -> MemoryParts:
-        """Return the memory that these operators take whatever the micro-batch size: parameters and what hangs on them."""
+        """Return the memory of these operators' parameters, gradients and optimizer state."""
         total, trainable = self.parameter_bytes(operators)
         return MemoryParts(
             parameters=total,

@@ -95,14 +95,17 @@ class Profile:
             raise ValueError(f"a replica takes at least one sample at a time, got {num_samples}")
         if num_samples not in self._cache:
             self._cache[num_samples] = OperatorCosts(
-                *(self._interpolate(table, num_samples) for table in (self.forward_s, self.backward_s, self.saved_bytes))
+                *(
+                    self._interpolate(table, num_samples)
+                    for table in (self.forward_s, self.backward_s, self.saved_bytes)
+                )
             )
         return self._cache[num_samples]
 
     def _interpolate(self, table: NDArray[np.float64], num_samples: int) -> NDArray[np.float64]:
         sizes = self.sizes
         if num_samples in sizes:
-            return table[sizes.index(num_samples)]
+            return np.asarray(table[sizes.index(num_samples)], dtype=np.float64)
         if len(sizes) == 1:
             return np.asarray(table[0] * (num_samples / sizes[0]), dtype=np.float64)
         right = int(np.clip(np.searchsorted(sizes, num_samples), 1, len(sizes) - 1))

@@ -122,7 +122,9 @@ class ComputationGraph:
         if len(self.index) != len(self.operators):
             raise GraphPipeError(f"two operators of {self.name!r} are called {_first_repeat(self._operator_names())!r}")
         if len({v.name for v in self.values}) != len(self.values):
-            raise GraphPipeError(f"two values of {self.name!r} are called {_first_repeat(v.name for v in self.values)!r}")
+            raise GraphPipeError(
+                f"two values of {self.name!r} are called {_first_repeat(v.name for v in self.values)!r}"
+            )
         for value in self.values:
             if not value.consumers:
                 raise GraphPipeError(f"value {value.name!r} of {self.name!r} is read by no operator")

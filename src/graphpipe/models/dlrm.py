@@ -1,4 +1,4 @@
-"""The deep learning recommendation model of the GraphPipe paper: dense and embedding branches, joined by a concatenation."""
+"""The recommendation model of the GraphPipe paper: dense and embedding branches, joined by a concatenation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DLRMConfig:
         )
 
     def example_batch(self, num_samples: int) -> dict[str, list[Tensor] | Tensor]:
-        """Return a random batch: ``dense``, ``[samples, features]`` each; ``sparse``, ``[samples, bag]``; ``clicks``."""
+        """Return a random batch: ``dense`` features, ``sparse`` rows, ``[samples, bag]`` each, and the ``clicks``."""
         return {
             "dense": [torch.randn(num_samples, self.hidden_size) for _ in range(self.num_dense)],
             "sparse": [torch.randint(self.num_rows, (num_samples, self.bag_size)) for _ in range(self.num_sparse)],

@@ -53,7 +53,7 @@ class MMTConfig:
         )
 
     def example_batch(self, num_samples: int) -> dict[str, list[Tensor] | Tensor]:
-        """Return a random batch: ``modalities``, ``[samples, tokens, features]`` each, and ``labels``, ``[samples]``."""
+        """Return a random batch: ``modalities``, ``[samples, tokens, features]`` each, and the ``labels``."""
         shape = (num_samples, self.sequence_length, self.hidden_size)
         return {
             "modalities": [torch.randn(shape) for _ in range(self.num_branches)],

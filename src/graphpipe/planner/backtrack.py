@@ -73,9 +73,7 @@ class _Backtrack:
             start, level = stop, before
 
     @staticmethod
-    def _suffix_transit(
-        tables: ChainTables, values: np.ndarray, level: int, start: int
-    ) -> tuple[Transit, int] | None:
+    def _suffix_transit(tables: ChainTables, values: np.ndarray, level: int, start: int) -> tuple[Transit, int] | None:
         last = tables.setting.num_levels
         for way in tables.transits:
             if way.start == start:
@@ -213,5 +211,7 @@ class _CoverBlock:
             group = int(step.groups[hit])
             taken = [self.left[q].pop(0) for q, count in enumerate(space.group_counts[group]) for _ in range(count)]
             level = tables.setting.above(int(space.afters[after]))
+            if tables.group_ways[group, first, after] != tables.groups.at(level)[group]:
+                level = tables.setting.num_levels
             self.backtrack._add(tables.groups, [i for branch in taken for i in branch.operators], level, group)
             state = int(step.rests[hit])

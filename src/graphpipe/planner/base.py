@@ -45,12 +45,7 @@ class PlanningProblem:
             raise PlanningError(f"a mini-batch has at least one sample, got {self.mini_batch_size}")
         if not self.micro_batch_sizes:
             object.__setattr__(self, "micro_batch_sizes", powers_of_two_dividing(self.mini_batch_size))
-        for size in self.micro_batch_sizes:
-            if size < 1 or self.mini_batch_size % size:
-                raise PlanningError(
-                    f"micro-batches of {size} do not divide a mini-batch of {self.mini_batch_size}; sizes that do: "
-                    f"{', '.join(map(str, divisors(self.mini_batch_size)))}"
-                )
+        check_sizes(self.mini_batch_size, self.micro_batch_sizes)
 
     @cached_property
     def cost_model(self) -> CostModel:
@@ -77,6 +72,20 @@ class Planner(Protocol):
             PlanningError: Nothing fits; the message names what does not, and what would.
         """
         ...
+
+
+def check_sizes(mini_batch_size: int, micro_batch_sizes: Sequence[int]) -> None:
+    """Check that micro-batches of these sizes make up a mini-batch.
+
+    Raises:
+        PlanningError: One does not divide it; the message names those that do.
+    """
+    for size in micro_batch_sizes:
+        if size < 1 or mini_batch_size % size:
+            raise PlanningError(
+                f"micro-batches of {size} do not divide a mini-batch of {mini_batch_size}; sizes that do: "
+                f"{', '.join(map(str, divisors(mini_batch_size)))}"
+            )
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -62,8 +62,8 @@ def nothing_fits(table: OperatorTable, chains: Sequence[Chain], recompute: Seque
         where = f" ({operator.module})" if operator.module else ""
         others = f"; {len(too_large) - 1} more operators are too large" if len(too_large) > 1 else ""
         return PlanningError(
-            f"operator {operator.name!r}{where} alone needs {format_bytes(needed)} of the {format_bytes(available)} of a "
-            f"device: {describe_memory(parts)}{others}. {way_out}"
+            f"operator {operator.name!r}{where} alone needs {format_bytes(needed)} of the {format_bytes(available)} of "
+            f"a device: {describe_memory(parts)}{others}. {way_out}"
         )
     everything = problem.cost_model.state_memory(range(len(problem.graph.operators)))
     return PlanningError(

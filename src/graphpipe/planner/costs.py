@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,7 +141,8 @@ class StageTables:
 
     def sliced(self, *where: slice) -> StageTables:
         """Return a part of the stages."""
-        return StageTables(self.seconds[..., *where], self.levels[..., *where], self.only_last[..., *where])
+        index: Any = (..., *where)
+        return StageTables(self.seconds[index], self.levels[index], self.only_last[index])
 
 
 def stage_tables(setting: Setting, sums: Sums, sizes: Sequence[int]) -> StageTables:

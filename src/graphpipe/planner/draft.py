@@ -132,7 +132,9 @@ def _split(graph: ComputationGraph, plan: Draft, linked: Sequence[Sequence[int]]
     return ordered(graph, found)
 
 
-def stage_graph(problem: PlanningProblem, plan: Draft, devices: Mapping[int, tuple[int, ...]] | None = None) -> StageGraph:
+def stage_graph(
+    problem: PlanningProblem, plan: Draft, devices: Mapping[int, tuple[int, ...]] | None = None
+) -> StageGraph:
     """Return a draft on devices.
 
     Args:

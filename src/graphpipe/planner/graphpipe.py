@@ -20,7 +20,7 @@ from graphpipe.planner.improve import changed, improved
 from graphpipe.planner.layout import Chain, lay_out, line
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
-from graphpipe.planner.search import DOUBT, Search, make_setting
+from graphpipe.planner.search import COARSE_PRECISION, DOUBT, PRECISION, Search, make_setting
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
 
@@ -42,7 +42,7 @@ class Objective(StrEnum):
     ITERATION_TIME = "iteration-time"
     """Seconds a mini-batch of the simulated schedule."""
     BOTTLENECK = "bottleneck"
-    """Seconds a sample of the busiest device, as in the GraphPipe paper. It does not see the pipeline fill and drain."""
+    """Seconds a sample of the busiest device, as in the GraphPipe paper. It is blind to fill and drain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,8 @@ class _Planning:
             self._collect(size, pieces)
         # A device that works on every micro-batch for the target takes that long at least.
         best_s = min((self.value(plan) for plan in self.candidates), default=search.slowest_s() * count)
-        target_s = search.least_target_s(self.bound.work_s / count, best_s / count)
+        precision = COARSE_PRECISION if self.planner.objective is Objective.ITERATION_TIME else PRECISION
+        target_s = search.least_target_s(self.bound.work_s / count, best_s / count, precision)
         if target_s is None:
             return
         for found in search.near(target_s, lambda target_s: self._is_worth(target_s * count)):
@@ -233,9 +234,7 @@ class _Planning:
         return plan.estimate.iteration_s if by_time else plan.candidate.predicted.bottleneck_s
 
     def _finished(self, best: Simulated, searched_s: float) -> Strategy:
-        notes = plan_notes(
-            self.problem, best.strategy, best.estimate, self.bound, self.by_size, knots_of(self.shape)
-        )
+        notes = plan_notes(self.problem, best.strategy, best.estimate, self.bound, self.by_size, knots_of(self.shape))
         notes["search_s"] = searched_s
         notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
         notes["candidates"] = len(self.candidates)

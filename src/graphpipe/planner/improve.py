@@ -114,7 +114,9 @@ def _regrouped(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
         for group, others in groups.items():
             count = others[0].choice.num_replicas
             if group != stage.group and (is_shared or count >= stage.choice.num_replicas):
-                yield _with_stage(plan.plan, at, replace(stage, group=group, choice=replace(stage.choice, num_replicas=count)))
+                yield _with_stage(
+                    plan.plan, at, replace(stage, group=group, choice=replace(stage.choice, num_replicas=count))
+                )
         count = _most_replicas(problem, [stage], free)
         if is_shared and count:
             alone = replace(stage, group=len(groups), choice=replace(stage.choice, num_replicas=count))
@@ -146,14 +148,15 @@ def _merged(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
 def _moved(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
     """Move an operator over the border between two stages, or one that nothing holds in its stage to any other."""
     graph = problem.graph
-    for x, giver in enumerate(plan.plan.stages):
+    stages = plan.plan.stages
+    for at, giver in enumerate(stages):
         for u in giver.operators if len(giver.operators) > 1 else ():
             if not {*graph.successors[u], *graph.predecessors[u]} & set(giver.operators):
-                for y, taker in enumerate(plan.plan.stages):
-                    if x != y and giver.micro_batch_size == taker.micro_batch_size:
-                        yield _with_moved(plan.plan, x, y, u)
+                for to, taker in enumerate(stages):
+                    if at != to and giver.micro_batch_size == taker.micro_batch_size:
+                        yield _with_moved(plan.plan, at, to, u)
     for edge in plan.stages.edges:
-        x, y = plan.plan.stages[edge.source], plan.plan.stages[edge.target]
+        x, y = stages[edge.source], stages[edge.target]
         if x.micro_batch_size != y.micro_batch_size:
             continue
         # The only operator that the rest of its stage leads to, or starts from.

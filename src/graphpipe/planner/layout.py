@@ -130,7 +130,7 @@ class _Layout:
         return tuple(
             self.costs.key(item, tolerance)
             if isinstance(item, int)
-            else tuple(sorted((str(self._key(b, tolerance)) for b in item.branches)))
+            else tuple(sorted(str(self._key(b, tolerance)) for b in item.branches))
             for item in branch.items
         )
 

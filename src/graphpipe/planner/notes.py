@@ -75,7 +75,9 @@ def _why(problem: PlanningProblem, strategy: Strategy, found: Estimate, idle: Se
         )
     reduce_s = sum(s.duration_s for s in found.trace.spans if s.device == busiest and s.kind == "reduce")
     if found.iteration_s and reduce_s > 0.5 * (1 - busy) * found.iteration_s:
-        return f"device {name} works {busy:.0%} of the iteration and sums gradients for {reduce_s / found.iteration_s:.0%}"
+        return (
+            f"device {name} works {busy:.0%} of the iteration and sums gradients for {reduce_s / found.iteration_s:.0%}"
+        )
     return (
         f"filling and draining a pipeline {stages.depth} stages deep with {most} micro-batches; the busiest device, "
         f"{name}, works {busy:.0%} of the iteration"

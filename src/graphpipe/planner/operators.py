@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from graphpipe.graph import Value
 from graphpipe.estimate import WORKSPACE_MARGIN
+from graphpipe.graph import Value
 from graphpipe.planner.base import PlanningProblem
 
 Floats = NDArray[np.float64]

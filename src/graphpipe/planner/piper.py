@@ -92,7 +92,7 @@ def enumerate_downsets(graph: ComputationGraph, limit: int) -> tuple[int, ...]:
         if len(found) > limit:
             raise PlanningError(
                 f"{graph.name!r} has more than {limit} downsets, the limit of Piper's planner, at {len(before)} "
-                "operators: their number grows exponentially with the branches; raise max_downsets, or plan with graphpipe"
+                "operators: their number grows exponentially with the branches; raise max_downsets, or use graphpipe"
             )
         frontier = sorted(grown)
     return tuple(sorted(found, key=lambda downset: (downset.bit_count(), downset)))
@@ -163,8 +163,12 @@ class Downsets:
             sent_bytes=live[None, :] * from_before[:, None],
             awaited_bytes=returning[None, :] * from_before[:, None],
             forward_s=np.stack([self._between(np.where(alone, whole.forward_s * share, c.forward_s)) for c in costs]),
-            backward_s=np.stack([self._between(np.where(alone, whole.backward_s * share, c.backward_s)) for c in costs]),
-            saved_bytes=np.stack([self._between(np.where(alone, whole.saved_bytes * share, c.saved_bytes)) for c in costs]),
+            backward_s=np.stack(
+                [self._between(np.where(alone, whole.backward_s * share, c.backward_s)) for c in costs]
+            ),
+            saved_bytes=np.stack(
+                [self._between(np.where(alone, whole.saved_bytes * share, c.saved_bytes)) for c in costs]
+            ),
             batch_wise_forward_s=self._between(np.where(alone, whole.forward_s * share, 0.0)),
             batch_wise_saved_bytes=self._between(np.where(alone, whole.saved_bytes * share, 0.0)),
         )

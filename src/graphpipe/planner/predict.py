@@ -25,8 +25,8 @@ class Prediction:
 
     Attributes:
         iteration_s: Seconds a mini-batch.
-        bottleneck_s: Seconds that the busiest device, or its outgoing link, works on a mini-batch, with its reduction of
-            gradients.
+        bottleneck_s: Seconds that the busiest device, or its outgoing link, works on a mini-batch, with its reduction
+            of gradients.
     """
 
     iteration_s: float

@@ -19,8 +19,9 @@ from graphpipe.stage import Recompute
 
 # A guess of a plan's time may be this far off: plans whose guess is further from the best one are not looked at.
 DOUBT = 0.15
-# The search ends when the target is known up to this share.
+# How well the least target is known in the end: where it is the objective, and where it only says where to look.
 PRECISION = 1e-3
+COARSE_PRECISION = 5e-3
 # The first target that is tried is above the lower bound by this share.
 FIRST_STEP = 0.05
 # Targets above the least one at which plans are collected: a slower bottleneck may allow fewer stages.
@@ -80,8 +81,9 @@ def make_setting(
     choices = tuple(
         Choice(replicas, each) for replicas in replica_counts(micro_batch_size, table.num_devices) for each in recompute
     )
-    # One level more than the longest path, for stages that hold the whole mini-batch at any depth.
-    return Setting(table, micro_batch_size, max(1, min(rounds, chain.depth + 1)), choices, k)
+    # Each stage of a path has a device. One level more, for stages that hold the whole mini-batch at any depth.
+    longest = min(chain.depth, table.num_devices)
+    return Setting(table, micro_batch_size, max(1, min(rounds, longest + 1)), choices, k)
 
 
 class TargetSearch(ABC):
@@ -123,12 +125,13 @@ class TargetSearch(ABC):
         """Return how many devices keep to a target; `NEVER` or more where none do."""
         return int(self.solve(target_s).fewest[-1])
 
-    def least_target_s(self, low_s: float, high_s: float) -> float | None:
-        """Return the least target that the devices can keep, between two bounds, up to `PRECISION`.
+    def least_target_s(self, low_s: float, high_s: float, precision: float = PRECISION) -> float | None:
+        """Return the least target that the devices can keep, between two bounds.
 
         Args:
             low_s: No plan is faster.
             high_s: Slower ones are of no interest.
+            precision: The share up to which the target is to be known.
 
         Returns:
             Seconds a micro-batch, or None where even `high_s` cannot be kept.
@@ -146,7 +149,7 @@ class TargetSearch(ABC):
         else:
             if self.fewest_devices(high_s) > available:
                 return None
-        while high_s - low_s > PRECISION * high_s:
+        while high_s - low_s > precision * high_s:
             middle_s = (low_s + high_s) / 2
             if self.fewest_devices(middle_s) <= available:
                 high_s = middle_s

@@ -24,7 +24,7 @@ from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
 from graphpipe.planner.placement import place
 from graphpipe.planner.predict import predict
-from graphpipe.planner.search import DOUBT, TargetSearch
+from graphpipe.planner.search import COARSE_PRECISION, DOUBT, TargetSearch
 from graphpipe.schedule import ModelCosts, Schedule, kfkb
 from graphpipe.stage import StageGraph
 from graphpipe.strategy import Strategy
@@ -110,7 +110,7 @@ class SequentialPlanning:
         for pieces in search.single_stages():
             self.collect(pieces, size)
         highest_s = min(self.best_guess_s / count, search.slowest_s())
-        target_s = search.least_target_s(work_s / count, highest_s)
+        target_s = search.least_target_s(work_s / count, highest_s, COARSE_PRECISION)
         if target_s is not None:
             for found in search.near(target_s, lambda target_s: target_s * count <= self.best_guess_s * (1 + DOUBT)):
                 self.collect(found.pieces, size)
@@ -150,4 +150,3 @@ class SequentialPlanning:
 
     def _strategy(self, problem: PlanningProblem, stages: StageGraph, schedule: Schedule) -> Strategy:
         return Strategy(stages, schedule, problem.profile, problem.cluster, problem.optimizer, self.planner)
-

@@ -135,7 +135,11 @@ class BlockSpace:
         for q in range(len(block.kinds)):
             branch = block.branches_of(q)[0]
             around = chain.units
-            units = (*around[position - before : position], *branch.units, *around[position + 1 : position + 1 + behind])
+            units = (
+                *around[position - before : position],
+                *branch.units,
+                *around[position + 1 : position + 1 + behind],
+            )
             merged = Line(table, units)
             tables = merged.tables(setting)
             inner = slice(before, before + len(branch.items) + 1)

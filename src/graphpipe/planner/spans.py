@@ -58,7 +58,9 @@ class Line:
             awaited_bytes=self._sent[1].num_bytes(size),
             forward_s=np.stack([self._runs(np.where(alone, whole.forward_s * share, c.forward_s)) for c in by_size]),
             backward_s=np.stack([self._runs(np.where(alone, whole.backward_s * share, c.backward_s)) for c in by_size]),
-            saved_bytes=np.stack([self._runs(np.where(alone, whole.saved_bytes * share, c.saved_bytes)) for c in by_size]),
+            saved_bytes=np.stack(
+                [self._runs(np.where(alone, whole.saved_bytes * share, c.saved_bytes)) for c in by_size]
+            ),
             batch_wise_forward_s=self._runs(np.where(alone, whole.forward_s * share, 0.0)),
             batch_wise_saved_bytes=self._runs(np.where(alone, whole.saved_bytes * share, 0.0)),
         )

@@ -25,6 +25,7 @@ Source:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ class StageDevices:
         self.tables = tables
         # The highest level of each choice that keeps to the target.
         self.levels = np.where(tables.seconds <= target_s, tables.levels, 0)
-        self.steps = np.unique(self.levels)
+        self.steps = np.flatnonzero(np.bincount(self.levels.ravel()))
         self._known: dict[tuple[int, bool], Devices] = {}
 
     def at(self, level: int) -> Devices:
@@ -72,7 +73,8 @@ class StageDevices:
 
     def choice(self, level: int, *where: int) -> int:
         """Return which choice `at` takes for one stage."""
-        return int(np.flatnonzero(self.levels[:, *where] >= level)[0])
+        index: Any = (slice(None), *where)
+        return int(np.flatnonzero(self.levels[index] >= level)[0])
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class ChainTables:
             np.minimum(now[:, stop], (now + stages[:, stop]).min(axis=1), out=now[:, stop])
             self._pass_blocks(found, last, stop)
         for after in reversed(range(last)):
-            now, above = found[:, after], found[:, after + 1]
+            # The first stages are above what comes after them.
+            now, above = found[after + 1 :, after], found[after + 1 :, after + 1]
             np.minimum(now, above, out=now)
             stages = self.stages.at(after + 1)
             np.minimum(now, (above[:, :, None] + stages).min(axis=1), out=now)
@@ -200,11 +203,14 @@ class BlockTables:
 
     def _group_ways(self) -> Devices:
         """Return ``[groups, levels, afters]``: a stage of whole branches."""
-        shape = (len(self.space.group_counts), self.setting.num_levels + 1, len(self.afters))
+        last = self.setting.num_levels
+        shape = (len(self.space.group_counts), last + 1, len(self.afters))
         found = np.full(shape, NEVER, dtype=np.int32)
         for a, after in enumerate(self.space.afters):
             level = self.setting.above(after)
             found[:, level:, a] = self.groups.at(level)[:, None]
+            # A group that mixes samples is at the last level, whatever comes after it.
+            found[:, last, a] = np.minimum(found[:, last, a], self.groups.at(last))
         return found
 
     def _states(self) -> Devices:
@@ -266,12 +272,17 @@ class BlockTables:
 
     def join_ways(self, join: int, q: int) -> Devices:
         """Return ``[levels, afters]``: a join with a branch of kind `q`, by the level after the join."""
-        return np.asarray(self.tails[q][:, :, join - 1] + self.states[self.space.without(q)][:, self.above], dtype=np.int32)
+        return np.asarray(
+            self.tails[q][:, :, join - 1] + self.states[self.space.without(q)][:, self.above], dtype=np.int32
+        )
 
     def fork_and_join_ways(self, fork: int, join: int, q: int, p: int) -> Devices:
         """Return ``[levels, afters]``: a fork with a branch of kind `q` and a join with another one of kind `p`."""
         others = self.states[self.space.without(q, p)]
-        return np.asarray(self.heads[q][:, self.above, fork - 1] + self.tails[p][:, :, join - 1] + others[:, self.above], dtype=np.int32)
+        return np.asarray(
+            self.heads[q][:, self.above, fork - 1] + self.tails[p][:, :, join - 1] + others[:, self.above],
+            dtype=np.int32,
+        )
 
     def _forked(self, fork: int) -> Devices:
         ways = np.stack([self.fork_ways(fork, q) for q in range(len(self.space.kinds))])

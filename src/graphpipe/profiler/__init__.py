@@ -1,4 +1,4 @@
-"""Profiles: what each operator of a captured model costs on a device, measured and cached on disk."""
+"""Measured costs of a captured model's operators on a device."""
 
 from graphpipe.profiler.measure import measure_profile
 

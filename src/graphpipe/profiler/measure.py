@@ -1,16 +1,13 @@
-"""Times every operator of a captured model, at each local micro-batch size, on this machine.
-
-The operators run one after another on what the ones before them gave, forward and then backward, as stages of one
-operator each. So a sum over the operators of a stage counts each operation once, and the small cost of starting an
-operator on its own once an operator.
-"""
+"""Measure each operator of a captured model at several micro-batch sizes."""
 
 from __future__ import annotations
 
+import copy
 import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,10 @@ import torch
 from torch import Tensor
 
 from graphpipe.capture import CapturedModel, StageModule
-from graphpipe.cost import Profile, ProfileSource
-from graphpipe.profiler.cache import cache_path, default_cache_dir, read_profile, write_profile
-
-# Counts up when the way of measuring changes, so that older cached profiles are not taken for current ones.
-METHOD = 1
+from graphpipe.cost.profile import Profile, ProfileSource
+from graphpipe.errors import GraphPipeError
+from graphpipe.profiler.cache import cache_path, default_cache_dir, load_profile, store_profile
+from graphpipe.profiler.saved import SavedBytes
 
 
 def measure_profile(
@@ -31,92 +27,164 @@ def measure_profile(
     sizes: Sequence[int],
     example_batch: Any,
     *,
+    device: str | torch.device = "cpu",
     repeats: int = 3,
-    cache_dir: str | Path | None = None,
+    cache_dir: Path | None = None,
 ) -> Profile:
-    """Return the measured costs of a captured model's operators.
+    """Return the measured costs of every operator.
 
-    Seconds are measured with as many threads as the process has (`torch.get_num_threads`) and are the median of the
-    repeats, after a warm-up. Saved bytes are those of `Operator.saved_bytes`, which capture has counted exactly.
-
-    The parameters and their gradients are left as they were.
+    The operators run one after another on the values that the ones before them gave, each from a copy of its own
+    parameters, so the model is left alone and a device needs memory for one operator at a time. Times are medians after
+    one warm-up, with as many threads as the caller has set. The result is kept on disk.
 
     Args:
         captured: The model.
-        sizes: Local micro-batch sizes, in samples.
-        example_batch: Its samples are repeated or cut to each size.
-        repeats: Timed passes at each size.
-        cache_dir: Where measured profiles are kept; by default ``~/.cache/graphpipe``.
+        sizes: Samples at a time, each at least 1. Operators that mix samples are measured at all of them too.
+        example_batch: A batch; its samples are repeated or cut for each size.
+        device: Where to measure.
+        repeats: Measurements that a median is taken of.
+        cache_dir: Where profiles are kept; ``~/.cache/graphpipe`` by default.
 
     Raises:
-        ValueError: There is no size, one is less than 1, or nothing is to be repeated.
+        ValueError: `sizes` is empty or has a size below 1, or `repeats` is below 1.
+        BatchError: The batch does not fit the model.
+        GraphPipeError: The model's parameters are on the meta device.
     """
-    wanted = tuple(sorted(set(sizes)))
-    if not wanted or wanted[0] < 1 or repeats < 1:
-        raise ValueError(f"a profile needs sizes and repeats of at least 1, got {list(sizes)} and {repeats}")
-    names = tuple(operator.name for operator in captured.graph.operators)
-    device = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)"
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sizes must be one or more numbers of samples, got {list(sizes)}")
+    if repeats < 1:
+        raise ValueError(f"an operator must be measured at least once, got repeats={repeats}")
+    flat = captured.flatten_batch(example_batch)
+    place = torch.device(device)
+    ascending = tuple(sorted(set(sizes)))
+    operators = tuple(o.name for o in captured.graph.operators)
+    name = device_name(place)
+    modules = {operator: captured.stage_module([operator]) for operator in operators}
     key = {
-        "method": METHOD,
         "graph": captured.graph.fingerprint,
-        "sizes": wanted,
-        "repeats": repeats,
-        "device": device,
-        "node": platform.node(),
+        "sizes": ascending,
+        "dtypes": sorted({str(p.dtype) for module in modules.values() for p in module.parameters()}),
+        "device": name,
         "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "repeats": repeats,
     }
-    path = cache_path(Path(cache_dir) if cache_dir is not None else default_cache_dir(), key)
-    cached = read_profile(path, names, wanted)
-    if cached is not None:
-        return cached
-    seconds = np.array([_measure_size(captured, example_batch, size, repeats) for size in wanted])
-    saved = np.array([[operator.saved_bytes * size for operator in captured.graph.operators] for size in wanted])
-    profile = Profile(names, wanted, seconds[:, 0], seconds[:, 1], saved, ProfileSource.MEASURED, device)
-    write_profile(path, profile)
+    path = cache_path(cache_dir or default_cache_dir(), key)
+    stored = load_profile(path, operators)
+    if stored is not None:
+        return stored
+    _refuse_meta(captured, modules)
+    tables = np.zeros((3, len(ascending), len(operators)))
+    for row, size in enumerate(ascending):
+        tensors = {n: t.to(place) for n, t in captured.resize_batch(flat, size).items()}
+        tables[:, row, :] = _measure_size(captured, modules, tensors, size, place, repeats)
+    forward_s, backward_s, saved_bytes = tables
+    profile = Profile(
+        operators, ascending, forward_s, backward_s, saved_bytes, source=ProfileSource.MEASURED, device=name
+    )
+    store_profile(path, profile)
     return profile
 
 
-def _measure_size(captured: CapturedModel, example_batch: Any, size: int, repeats: int) -> list[list[float]]:
-    """Return the seconds of the forward and of the backward pass of every operator."""
-    inputs = captured.resize_batch(captured.flatten_batch(example_batch), size)
-    modules = [captured.stage_module([operator.name]) for operator in captured.graph.operators]
-    runs = [_run_once(captured, modules, inputs, size) for _ in range(repeats + 1)][1:]
-    return [
-        [statistics.median(run[phase][i] for run in runs) for i in range(len(modules))]
-        for phase in range(2)
-    ]
+def device_name(device: torch.device) -> str:
+    """Return the name of a device's kind, such as that of the graphics card or of the processor."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
 
 
-def _run_once(
-    captured: CapturedModel, modules: Sequence[StageModule], inputs: Mapping[str, Tensor], size: int
-) -> tuple[list[float], list[float]]:
-    forward_s, backward_s = [], []
-    known = dict(inputs)
-    for module, operator in zip(modules, captured.graph.operators, strict=True):
-        parameters = list(module.parameters())
-        kept = [p.grad for p in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        read: dict[str, Tensor] = {}
-        for name in module.input_names:
-            read[name] = known[name].detach()
-            if name in captured.values and captured.values[name].carries_gradient:
-                read[name].requires_grad_()
-        start = time.perf_counter()
-        with torch.set_grad_enabled(operator.has_backward):
-            outputs = module(read, size)
-        forward_s.append(time.perf_counter() - start)
-        known.update({name: output.detach() for name, output in outputs.items()})
-        backward_s.append(_backward_s([o for o in outputs.values() if o.requires_grad]))
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
-    return forward_s, backward_s
+def _refuse_meta(captured: CapturedModel, modules: Mapping[str, StageModule]) -> None:
+    for module in modules.values():
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise GraphPipeError(
+                    f"parameter {name!r} of {captured.graph.name!r} is on the meta device and has no values to measure "
+                    "with; materialise the model, or use a profile computed from the device's peak rates"
+                )
 
 
-def _backward_s(outputs: Sequence[Tensor]) -> float:
-    if not outputs:
-        return 0.0
-    gradients = [torch.ones_like(output) for output in outputs]
-    start = time.perf_counter()
-    torch.autograd.backward(outputs, gradients)
-    return time.perf_counter() - start
+@dataclass(frozen=True, slots=True)
+class _Times:
+    forward_s: float
+    backward_s: float
+
+
+def _measure_size(
+    captured: CapturedModel,
+    modules: Mapping[str, StageModule],
+    inputs: Mapping[str, Tensor],
+    num_samples: int,
+    device: torch.device,
+    repeats: int,
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """``[forward_s, backward_s, saved_bytes; operators]`` for one number of samples."""
+    saved = SavedBytes()
+    values: dict[str, Tensor] = dict(inputs)
+    last_reader = {value.name: value.consumers[-1] for value in captured.graph.values}
+    times = []
+    for operator in captured.graph.operators:
+        module = copy.deepcopy(modules[operator.name]).to(device)
+        given = {name: values[name] for name in module.input_names}
+        times.append(_time(captured, module, given, num_samples, device, repeats))
+        received = {name: tensor for name, tensor in given.items() if name in captured.values}
+        free = [*inputs.values(), *module.parameters(), *module.buffers()]
+        with saved.recording(operator.name, received, free) as made:
+            made.update(module(_leaves(captured, given), num_samples))
+        values.update({name: tensor.detach() for name, tensor in made.items()})
+        for name in received:
+            if last_reader[name] == operator.name:
+                del values[name]
+    names = [operator.name for operator in captured.graph.operators]
+    return np.array(
+        [[t.forward_s for t in times], [t.backward_s for t in times], [float(saved.of(name)) for name in names]]
+    )
+
+
+def _time(
+    captured: CapturedModel,
+    module: StageModule,
+    given: Mapping[str, Tensor],
+    num_samples: int,
+    device: torch.device,
+    repeats: int,
+) -> _Times:
+    """The median seconds of a forward and a backward pass."""
+    forward, backward = [], []
+    for repeat in range(repeats + 1):
+        leaves = _leaves(captured, given)
+        started = _now(device)
+        made = module(leaves, num_samples)
+        middle = _now(device)
+        roots = [t for name, t in made.items() if t.requires_grad and _carries_gradient(captured, name)]
+        seeds = [torch.ones_like(t) for t in roots]
+        before = _now(device)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        stopped = _now(device)
+        module.zero_grad(set_to_none=True)
+        if repeat:  # the first is the warm-up
+            forward.append(middle - started)
+            backward.append(stopped - before if roots else 0.0)
+    return _Times(statistics.median(forward), statistics.median(backward))
+
+
+def _leaves(captured: CapturedModel, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The given tensors as a stage receives them: cut off from what made them, with gradients of their own."""
+    return {name: t.detach().requires_grad_(_carries_gradient(captured, name)) for name, t in given.items()}
+
+
+def _carries_gradient(captured: CapturedModel, name: str) -> bool:
+    return name == captured.loss or (name in captured.values and captured.values[name].carries_gradient)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -243,9 +243,7 @@ class Executor:
         elif recomputes and before in batch.held:
             batch.held[before].outputs = {}
 
-    def _assemble(
-        self, batch: _MiniBatch, task: Task, name: str, spec: ValueSpec, samples: SampleRange
-    ) -> Tensor:
+    def _assemble(self, batch: _MiniBatch, task: Task, name: str, spec: ValueSpec, samples: SampleRange) -> Tensor:
         """Return a value over all samples of a task from the messages that brought it."""
         messages = batch.incoming[task, name]
         buffer = batch.buffers.pop((task, name), None)
@@ -327,12 +325,10 @@ class Executor:
         for dtype in sorted(by_dtype, key=str):
             parameters = by_dtype[dtype]
             present = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=self.torch_device)
-            parts = [
-                (p.grad if p.grad is not None else torch.zeros_like(p)).detach().reshape(-1) for p in parameters
-            ]
+            parts = [(p.grad if p.grad is not None else torch.zeros_like(p)).detach().reshape(-1) for p in parameters]
             flat = torch.cat([*parts, present])
             self.transport.all_reduce(reduction.devices, flat)
-            *summed, counts = flat.split([p.numel() for p in parameters] + [len(parameters)])
+            *summed, counts = torch.split(flat, [p.numel() for p in parameters] + [len(parameters)])
             for parameter, total, count in zip(parameters, summed, counts.tolist(), strict=True):
                 if count:
                     parameter.grad = total.view_as(parameter).clone()

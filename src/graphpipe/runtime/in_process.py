@@ -198,9 +198,7 @@ def run_in_process(
     )
 
 
-def _executor(
-    source: StageSource, program: Program, hub: Hub, device: int, costs: TaskCosts | None
-) -> Executor:
+def _executor(source: StageSource, program: Program, hub: Hub, device: int, costs: TaskCosts | None) -> Executor:
     """Return a device's executor with parameters of its own; stages that share one go on sharing its copy."""
     stages = program.stages.stages
     held = {x: source.stage_module(s.operators) for x, s in enumerate(stages) if device in s.devices}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphpipe.capture import capture
-from graphpipe.errors import GraphPipeError
+from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import AllReduce, Program, lower
 from graphpipe.runtime.clock import WallClock
 from graphpipe.runtime.executor import Executor
@@ -84,6 +84,7 @@ class Pipeline:
         self._source: StageSource | None = None
         self._model = model
         self._executor: Executor | None = None
+        self._batches_agree = False
         strategy.check_world_size(world_size())
         if not isinstance(model, nn.Module):
             self._build(model)
@@ -140,11 +141,33 @@ class Pipeline:
         inputs = self._source.flatten_batch(batch)
         count = self._source.num_samples(inputs)
         program = self._program(count)
+        if not self._batches_agree:
+            self._check_batches(inputs)
         for parameter in self._executor.parameters.values():
             parameter.grad = None
         loss = self._executor.run(program, inputs, optimizer_step)
         self._executor.transport.all_reduce(range(dist.get_world_size()), loss)
         return StepResult(float(loss), count)
+
+    def _check_batches(self, inputs: Mapping[str, Tensor]) -> None:
+        """Check once that all ranks were given the same batch.
+
+        A loader that every rank shuffles in its own way would train without an error, and wrongly.
+
+        Raises:
+            BatchError: Two ranks have different tensors for an input.
+        """
+        digests = {name: tensor_digest(inputs[name]) for name in inputs}
+        seen: dict[str, tuple[int, str]] = {}
+        for source in range(dist.get_world_size()):
+            for name, digest in json.loads(_broadcast_text(json.dumps(digests), source)).items():
+                other, expected = seen.setdefault(name, (source, digest))
+                if digest != expected:
+                    raise BatchError(
+                        f"ranks {other} and {source} were given different tensors for input {name!r}; every rank needs "
+                        "the same batch: make it with the same seed, and shuffle it in the same way, on all of them"
+                    )
+        self._batches_agree = True
 
     def _optimizer_step(self) -> None:
         if self.optimizer is not None:
@@ -157,7 +180,7 @@ class Pipeline:
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
-        """The model's inputs that this rank's stages read; the others may be anything of the right shape."""
+        """The model's inputs that this rank's stages read."""
         executor = self._built()
         assert self._source is not None
         names = {n for module in executor.modules.values() for n in module.input_names}
@@ -180,7 +203,9 @@ class Pipeline:
             for name, (shape, dtype) in layout.items():
                 if name in found:
                     continue
-                tensor = mine[name].contiguous() if source == rank() else torch.empty(shape, dtype=getattr(torch, dtype))
+                tensor = (
+                    mine[name].contiguous() if source == rank() else torch.empty(shape, dtype=getattr(torch, dtype))
+                )
                 tensor = tensor.clone()
                 dist.broadcast(tensor, src=source)
                 found[name] = tensor
@@ -215,6 +240,12 @@ class Pipeline:
         if self._executor is None:
             raise GraphPipeError("the model is captured with the first batch; run a step first, or give example_batch")
         return self._executor
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Return a hash of a tensor's shape, type and bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype} ".encode() + data).hexdigest()
 
 
 def _digest(strategy: Strategy) -> str:

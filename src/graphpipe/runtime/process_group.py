@@ -41,7 +41,7 @@ def join(strategy: Strategy, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> N
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         if world_size() > 1:
             raise GraphPipeError("start the processes with torchrun, which tells them how to find each other")
-        store = dist.HashStore()
+        store = torch._C._distributed_c10d.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
         return
     dist.init_process_group("gloo", timeout=timeout)

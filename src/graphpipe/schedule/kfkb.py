@@ -86,9 +86,7 @@ def kfkb(
 class _Player:
     """Plays the pipeline through once. Time only moves forward; a group of devices runs one task at a time."""
 
-    def __init__(
-        self, stages: StageGraph, costs: TaskCosts, rounds: Sequence[int], limits: Sequence[int]
-    ) -> None:
+    def __init__(self, stages: StageGraph, costs: TaskCosts, rounds: Sequence[int], limits: Sequence[int]) -> None:
         self.stages = stages
         self.costs = costs
         self.rounds = rounds
@@ -191,7 +189,7 @@ class _Player:
         return stop - self._released(x, now) <= self.limits[x]
 
     def _released(self, x: int, now: float) -> int:
-        """Return the samples that stage `x` holds no more: those that came back, or, without a backward pass, went on."""
+        """Return the samples that stage `x` holds no more: they came back or, without a backward pass, went on."""
         if self.stages.has_backward[x]:
             return self._finished(x, Phase.BACKWARD, now)
         after = [self._finished(edge.target, Phase.FORWARD, now) for edge in self.stages.outgoing[x]]

@@ -19,7 +19,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One forward or backward pass of one micro-batch on one stage. Written ``2F0``: stage 2, forward, micro-batch 0."""
+    """One pass of one micro-batch on one stage. Written ``2F0``: stage 2, forward, micro-batch 0."""
 
     stage: int
     phase: Phase
