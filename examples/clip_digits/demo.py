@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from data import Digits
-from job import MICRO_BATCH_SIZES, MINI_BATCH_SIZE, build_model
+from job import MICRO_BATCH_SIZES, MINI_BATCH_SIZE, NUM_STEPS, build_model
 
 import graphpipe as gp
 from graphpipe.api import profile_sizes
@@ -34,7 +34,7 @@ def main() -> None:
     """Run the demo."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--out", type=Path, default=Path("demo-out"))
-    options.add_argument("--steps", type=int, default=250)
+    options.add_argument("--steps", type=int, default=NUM_STEPS)
     given = options.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"As a chain of stages a step is predicted to take {ratio:.2f} times as long.\n", flush=True)
 
     print(
-        f"2. Training {given.steps} steps of {MINI_BATCH_SIZE} samples: torchrun, {num_processes} processes, gloo",
+        f"2. Training {given.steps} steps of {MINI_BATCH_SIZE} samples with torchrun and gloo",
         flush=True,
     )
     train(num_processes, given.out, given.steps)

@@ -15,7 +15,7 @@ from transformers import CLIPConfig, CLIPModel
 import graphpipe as gp
 
 MINI_BATCH_SIZE = 96
-NUM_STEPS = 250
+NUM_STEPS = 400
 MICRO_BATCH_SIZES = (24, 48)
 LEARNING_RATE = 1e-3
 WIDTH = 64

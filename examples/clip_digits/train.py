@@ -85,7 +85,7 @@ def train(pipeline: gp.Pipeline, stream, steps: int) -> None:
     start = time.perf_counter()
     for step in range(1, steps + 1):
         result = pipeline.step(next(stream))
-        if step % 25 == 0 or step == steps:
+        if step % 50 == 0 or step == steps:
             speed = step * result.num_samples / (time.perf_counter() - start)
             say(f"step {step:3d}/{steps}  loss {result.loss:.3f}  {speed:.0f} samples/s")
 

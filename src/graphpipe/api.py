@@ -24,6 +24,10 @@ from graphpipe.strategy import Strategy
 __all__ = ["Job", "Verification", "plan", "verify"]
 
 
+# Gradients smaller than this share of the largest one are compared on the scale of that share.
+SMALLEST_SCALE = 1e-3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Everything about a training job that the command line needs; a function in your code returns it.
@@ -121,7 +125,9 @@ class Verification:
     Attributes:
         loss: Of the strategy.
         reference_loss: Of the single process.
-        errors: By parameter, the largest difference of a gradient over the largest entry of the single process's.
+        errors: By parameter, the largest difference of a gradient over the largest entry of the single process's, or
+            over `SMALLEST_SCALE` of the largest entry of all gradients where that is more: some gradients are zero but
+            for rounding, such as that of a key projection's bias.
         tolerance: What is allowed.
     """
 
@@ -176,7 +182,9 @@ def verify(
     found = pipeline.forward_backward(batch)
     gradients = pipeline.gather_gradients()
     reference_loss, reference = _single_process(model, batch, loss_fn)
-    errors = {name: _error(gradients.get(name), expected) for name, expected in reference.items()}
+    largest = max((float(g.abs().max()) for g in reference.values() if g is not None and g.numel()), default=0.0)
+    floor = SMALLEST_SCALE * largest
+    errors = {name: _error(gradients.get(name), expected, floor) for name, expected in reference.items()}
     unexpected = set(gradients) - set(reference)
     if unexpected:
         raise GraphPipeError(f"the strategy trains parameters that the model lacks: {sorted(unexpected)[:3]}")
@@ -195,10 +203,9 @@ def _single_process(
     return float(loss.detach()), {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
 
 
-def _error(found: Tensor | None, expected: Tensor | None) -> float:
-    if expected is None:
-        return 0.0 if found is None else float(found.abs().max())
-    if found is None:
-        return 0.0 if not expected.any() else float("inf")
-    scale = max(float(expected.abs().max()), torch.finfo(expected.dtype).eps)
+def _error(found: Tensor | None, expected: Tensor | None, floor: float) -> float:
+    if expected is None or found is None:
+        other = found if expected is None else expected
+        return 0.0 if other is None or not other.any() else float("inf")
+    scale = max(float(expected.abs().max()), floor, torch.finfo(expected.dtype).tiny)
     return float((found - expected).abs().max()) / scale

@@ -154,6 +154,15 @@ def is_heavy(node: fx.Node) -> bool:
     return any(is_heavy(inner) for graph in subgraphs(node) for inner in graph.graph.nodes)
 
 
+def mixes_in_backward(node: fx.Node) -> bool:
+    """Return whether gradients of one sample depend on the others though results don't.
+
+    A look-up that scales gradients by how often a batch reads a row does so.
+    """
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and argument_of(node, "scale_grad_by_freq") is True
+
+
 def is_grouped_product(node: fx.Node) -> bool:
     """Return whether a node is a matrix product of groups of rows with a matrix each, as in a mixture of experts."""
     return "grouped_mm" in operator_name(node)

@@ -28,7 +28,16 @@ from torch.utils import _pytree as pytree
 from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, WHOLE, Kind, SampleClass
 from graphpipe.capture.evaluate import run_node
 from graphpipe.capture.losses import counted_targets, is_plain_loss
-from graphpipe.capture.nodes import inputs_of, is_random, is_size, operator_name, subgraphs, value_of, written_by
+from graphpipe.capture.nodes import (
+    inputs_of,
+    is_random,
+    is_size,
+    mixes_in_backward,
+    operator_name,
+    subgraphs,
+    value_of,
+    written_by,
+)
 from graphpipe.capture.rules import class_by_rule
 from graphpipe.capture.stand_ins import ProbeArguments, in_double, perturbed, random_windows
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph, free_symbols, size_expression
@@ -158,6 +167,7 @@ class _Probe:
         must_be_whole = (
             Kind.WHOLE in kinds
             or self.graph.writes_buffer(node)
+            or mixes_in_backward(node)
             or self._writes_shared(node, kinds)
             or ({Kind.MEAN, Kind.SUM} & kinds and not self._is_linear(node))
         )

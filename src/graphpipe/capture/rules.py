@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from graphpipe.capture.classes import INDEPENDENT, Kind, SampleClass
-from graphpipe.capture.nodes import argument_of, operator_name, value_of
+from graphpipe.capture.nodes import argument_of, mixes_in_backward, operator_name, value_of
 
 _CONVOLUTIONS = {
     **{f"conv{n}d": n for n in (1, 2, 3)},
@@ -28,6 +28,8 @@ def class_by_rule(node: fx.Node, classes: Mapping[fx.Node, Any]) -> SampleClass 
         classes: Of what it reads.
     """
     name = operator_name(node)
+    if mixes_in_backward(node):
+        return None
     if name == "linear":
         return _rows_kept(node, classes, "input", ("weight", "bias"), last_axes=1)
     if name in _CONVOLUTIONS:
@@ -81,7 +83,7 @@ def _attention(node: fx.Node, classes: Mapping[fx.Node, Any]) -> SampleClass | N
         axis = found.axis + value_of(mask).dim() - value_of(query).dim()
         aligned = SampleClass(Kind.PER_SAMPLE, axis, found.outer, found.inner)
         broadcast = classes[mask] == INDEPENDENT and (axis < 0 or value_of(mask).shape[axis] == 1)
-        if classes[mask] != aligned and not broadcast:
+        if not broadcast and (found == INDEPENDENT or classes[mask] != aligned):
             return None
     return found
 

@@ -1,11 +1,10 @@
-"""Profiles on disk, so that a model is measured once per device."""
+"""Measured profiles on disk, so that a second plan for the same model starts at once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,31 @@ from graphpipe.errors import GraphPipeError
 
 
 def default_cache_dir() -> Path:
-    """Return where profiles are kept if nothing else is said: ``~/.cache/graphpipe``."""
-    return Path.home() / ".cache" / "graphpipe"
+    """Return the folder of cached profiles: ``$XDG_CACHE_HOME/graphpipe``, by default in ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpipe"
 
 
-def cache_path(directory: Path, key: Mapping[str, Any]) -> Path:
-    """Return the file of the profile that was measured under these circumstances."""
+def cache_path(folder: Path, key: Mapping[str, Any]) -> Path:
+    """Return the file of a profile that was measured under the conditions in `key`."""
     text = json.dumps(key, sort_keys=True)
-    return directory / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    return folder / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
-def load_profile(path: Path, operators: tuple[str, ...]) -> Profile | None:
-    """Return a stored profile; None if there is none, or it is damaged or of other operators."""
+def read_profile(path: Path, operators: tuple[str, ...], sizes: tuple[int, ...]) -> Profile | None:
+    """Return a cached profile, or None where there is none, or a damaged one, or one of something else."""
     try:
-        profile = Profile.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, GraphPipeError):
+        found = Profile.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError, GraphPipeError):
         return None
-    return profile if profile.operators == operators else None
+    return found if (found.operators, found.sizes) == (operators, sizes) else None
 
 
-def store_profile(path: Path, profile: Profile) -> None:
-    """Store a profile. Another process sees the whole file or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile, whole or not at all. A folder that cannot be written to is no reason to fail."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(profile.to_json(), file)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(profile.to_json()), encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)

@@ -18,8 +18,11 @@ from torch import Tensor
 from graphpipe.capture import CapturedModel, StageModule
 from graphpipe.cost.profile import Profile, ProfileSource
 from graphpipe.errors import GraphPipeError
-from graphpipe.profiler.cache import cache_path, default_cache_dir, load_profile, store_profile
+from graphpipe.profiler.cache import cache_path, default_cache_dir, read_profile, write_profile
 from graphpipe.profiler.saved import SavedBytes
+
+# Counts up when the way of measuring changes, so that older cached profiles are not taken for current ones.
+METHOD = 2
 
 
 def measure_profile(
@@ -29,7 +32,7 @@ def measure_profile(
     *,
     device: str | torch.device = "cpu",
     repeats: int = 3,
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
 ) -> Profile:
     """Return the measured costs of every operator.
 
@@ -43,7 +46,7 @@ def measure_profile(
         example_batch: A batch; its samples are repeated or cut for each size.
         device: Where to measure.
         repeats: Measurements that a median is taken of.
-        cache_dir: Where profiles are kept; ``~/.cache/graphpipe`` by default.
+        cache_dir: Where profiles are kept; by default ``~/.cache/graphpipe``.
 
     Raises:
         ValueError: `sizes` is empty or has a size below 1, or `repeats` is below 1.
@@ -61,16 +64,18 @@ def measure_profile(
     name = device_name(place)
     modules = {operator: captured.stage_module([operator]) for operator in operators}
     key = {
+        "method": METHOD,
         "graph": captured.graph.fingerprint,
         "sizes": ascending,
         "dtypes": sorted({str(p.dtype) for module in modules.values() for p in module.parameters()}),
         "device": name,
+        "node": platform.node(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "repeats": repeats,
     }
-    path = cache_path(cache_dir or default_cache_dir(), key)
-    stored = load_profile(path, operators)
+    path = cache_path(Path(cache_dir) if cache_dir is not None else default_cache_dir(), key)
+    stored = read_profile(path, operators, ascending)
     if stored is not None:
         return stored
     _refuse_meta(captured, modules)
@@ -82,7 +87,7 @@ def measure_profile(
     profile = Profile(
         operators, ascending, forward_s, backward_s, saved_bytes, source=ProfileSource.MEASURED, device=name
     )
-    store_profile(path, profile)
+    write_profile(path, profile)
     return profile
 
 

@@ -1,0 +1,111 @@
+"""Notice what an exported graph would lose without a word: code of the user's that runs in backward, and Python's state.
+
+Export records tensor operations of the forward pass. A custom backward, a hook on a gradient, a Python counter or a
+number from Python's random generator leave no trace in it, and training would silently do something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from graphpipe.errors import CaptureError
+
+
+@dataclass
+class _Findings:
+    functions: list[str] = field(default_factory=list)
+    hooks: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def losses_noticed(model: nn.Module) -> Iterator[None]:
+    """Watch a model's forward pass in the block.
+
+    Raises:
+        CaptureError: After the block: the model has what a graph would lose.
+    """
+    name = type(model).__name__
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"the backward hook on {path or name!r} would be lost in the captured graph; remove it, or put what it "
+                "does into the forward pass or the optimizer"
+            )
+    state = _python_state(model)
+    randomness = random.getstate()
+    numpy_randomness = np.random.get_state()[1].tobytes()  # type: ignore[index] # noqa: NPY002
+    findings = _Findings()
+    try:
+        with _watched(findings):
+            yield
+        if findings.functions:
+            raise CaptureError(
+                f"{name} uses the torch.autograd.Function {findings.functions[0]!r}, whose backward would be replaced by "
+                "that of its forward's operations; write it with torch operations, or register it with "
+                "torch.library.custom_op and register_autograd"
+            )
+        if findings.hooks:
+            raise CaptureError(
+                f"{name} registers the gradient hook {findings.hooks[0]!r} in forward, which would be lost in the "
+                "captured graph; put what it does into the forward pass"
+            )
+        if random.getstate() != randomness or np.random.get_state()[1].tobytes() != numpy_randomness:  # type: ignore[index] # noqa: NPY002
+            raise CaptureError(
+                f"{name} draws from Python's or numpy's random generator in forward, and the captured graph would hold "
+                "one draw for ever; draw with torch"
+            )
+        for path, value in _python_state(model).items():
+            if value != state.get(path, value):
+                raise CaptureError(
+                    f"forward of {name} changes its attribute {path!r} from {state[path]!r} to {value!r}, and the "
+                    "captured graph would not; keep it in a buffer"
+                )
+    finally:
+        _restore(model, state)
+
+
+@contextlib.contextmanager
+def _watched(findings: _Findings) -> Iterator[None]:
+    function_apply = torch.autograd.Function.__dict__["apply"]
+    register_hook = Tensor.register_hook
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.split(".")[0] != "torch" or cls.__name__ == "CheckpointFunction":
+            findings.functions.append(cls.__qualname__)
+        return function_apply.__func__(cls, *args, **kwargs)
+
+    def register(self: Tensor, hook: Any) -> Any:
+        findings.hooks.append(getattr(hook, "__qualname__", repr(hook)))
+        return register_hook(self, hook)  # type: ignore[no-untyped-call]
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    Tensor.register_hook = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+        Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def _python_state(model: nn.Module) -> dict[str, Any]:
+    """The plain numbers and strings that the model's modules hold, `training` left out."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name != "training" and not name.startswith("_") and isinstance(value, int | float | str | bool):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _restore(model: nn.Module, state: dict[str, Any]) -> None:
+    for path, value in state.items():
+        module, _, name = path.rpartition(".")
+        setattr(model.get_submodule(module), name, value)
