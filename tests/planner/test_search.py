@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphpipe.cluster import Cluster
+from graphpipe.cost import SGD, Profile
+from graphpipe.graph import ComputationGraph, Operator, Value
 from graphpipe.graph.series_parallel import decompose
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.layout import lay_out, line
@@ -15,10 +20,31 @@ from graphpipe.planner.operators import OperatorTable
 from graphpipe.planner.search import PRECISION, Search, make_setting, replica_counts
 from graphpipe.stage import Recompute
 from tests.planner.oracle import Oracle
-from tests.strategies import computation_graphs, problems, random_edges, series_parallel_edges
+from tests.strategies import LINKS, computation_graphs, problems, profiles, random_edges, series_parallel_edges
 
 SMALL = computation_graphs(series_parallel_edges(6))
 SCARCE = (600, 1000, 1600)
+
+
+@st.composite
+def tight_problems(draw: st.DrawFn) -> PlanningProblem:
+    """Problems in which activations fill the memory, so that it matters how many micro-batches a stage holds."""
+    drawn = draw(computation_graphs(series_parallel_edges(6), may_be_frozen=False, may_mix_samples=False))
+    saved = draw(st.lists(st.sampled_from((0, 20, 60, 150)), min_size=6, max_size=6))
+    operators = tuple(
+        replace(o, parameters=(), saved_bytes=each) for o, each in zip(drawn.operators, saved, strict=False)
+    )
+    values = tuple(replace(v, fixed_bytes=0, bytes_per_sample=draw(st.sampled_from((1, 8)))) for v in drawn.values)
+    graph = ComputationGraph(drawn.name, operators, values)
+    memory_bytes = draw(st.integers(150, 1200))
+    return PlanningProblem(
+        graph=graph,
+        profile=draw(profiles(graph)),
+        cluster=Cluster.uniform(draw(st.integers(2, 5)), memory_bytes=memory_bytes, inside_node=LINKS[0]),
+        mini_batch_size=8,
+        optimizer=SGD,
+        micro_batch_sizes=(1,),
+    )
 
 
 def search_and_oracle(problem: PlanningProblem, size: int, *, in_line: bool = False) -> tuple[float, float]:
@@ -47,6 +73,39 @@ def test_the_least_target_equals_brute_force_where_memory_is_scarce(
 ) -> None:
     found, wanted = search_and_oracle(problem, data.draw(st.sampled_from(problem.micro_batch_sizes)))
     assert found == pytest.approx(wanted, rel=2 * PRECISION)
+
+
+@given(tight_problems())
+@settings(max_examples=200, deadline=None)
+def test_the_least_target_equals_brute_force_where_activations_fill_the_memory(problem: PlanningProblem) -> None:
+    found, wanted = search_and_oracle(problem, 1)
+    assert found == pytest.approx(wanted, rel=2 * PRECISION)
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+@pytest.mark.parametrize("branches", [(1, 1, 1), (2, 1, 1), (2, 2)])
+def test_forks_joins_and_groups_equal_brute_force_at_every_memory(branches: tuple[int, ...], num_devices: int) -> None:
+    # 0 feeds all branches one value; all branches feed the last operator.
+    last = 1 + sum(branches)
+    values, at = [], 1
+    heads = []
+    for length in branches:
+        heads.append(at)
+        for i in range(at, at + length):
+            reader = i + 1 if i + 1 < at + length else last
+            values.append(Value(name=f"v{i}", producer=f"op{i}", consumers=(f"op{reader}",), bytes_per_sample=8))
+        at += length
+    values.append(Value(name="v0", producer="op0", consumers=tuple(f"op{h}" for h in heads), bytes_per_sample=30))
+    graph = ComputationGraph(
+        "block", tuple(Operator(name=f"op{i}", saved_bytes=60) for i in range(last + 1)), tuple(values)
+    )
+    ones = np.ones((1, last + 1)) * 1e-3
+    profile = Profile(tuple(o.name for o in graph.operators), (1,), ones, ones, 60e3 * ones)
+    for memory_bytes in range(150, 1500, 90):
+        cluster = Cluster.uniform(num_devices, memory_bytes=memory_bytes, inside_node=LINKS[0])
+        problem = PlanningProblem(graph=graph, profile=profile, cluster=cluster, mini_batch_size=8, optimizer=SGD)
+        found, wanted = search_and_oracle(problem, 1)
+        assert found == pytest.approx(wanted, rel=2 * PRECISION), memory_bytes
 
 
 @given(problems(computation_graphs(random_edges(5)), memory_bytes=SCARCE), st.data())

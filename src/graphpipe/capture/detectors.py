@@ -1,4 +1,4 @@
-"""Notice what an exported graph would lose without a word: code of the user's that runs in backward, and Python's state.
+"""Notice what an exported graph would lose without a word: code that runs in backward, and Python's own state.
 
 Export records tensor operations of the forward pass. A custom backward, a hook on a gradient, a Python counter or a
 number from Python's random generator leave no trace in it, and training would silently do something else.
@@ -23,6 +23,7 @@ from graphpipe.errors import CaptureError
 class _Findings:
     functions: list[str] = field(default_factory=list)
     hooks: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -39,43 +40,40 @@ def losses_noticed(model: nn.Module) -> Iterator[None]:
                 f"the backward hook on {path or name!r} would be lost in the captured graph; remove it, or put what it "
                 "does into the forward pass or the optimizer"
             )
-    state = _python_state(model)
     randomness = random.getstate()
     numpy_randomness = np.random.get_state()[1].tobytes()  # type: ignore[index] # noqa: NPY002
     findings = _Findings()
-    try:
-        with _watched(findings):
-            yield
-        if findings.functions:
-            raise CaptureError(
-                f"{name} uses the torch.autograd.Function {findings.functions[0]!r}, whose backward would be replaced by "
-                "that of its forward's operations; write it with torch operations, or register it with "
-                "torch.library.custom_op and register_autograd"
-            )
-        if findings.hooks:
-            raise CaptureError(
-                f"{name} registers the gradient hook {findings.hooks[0]!r} in forward, which would be lost in the "
-                "captured graph; put what it does into the forward pass"
-            )
-        if random.getstate() != randomness or np.random.get_state()[1].tobytes() != numpy_randomness:  # type: ignore[index] # noqa: NPY002
-            raise CaptureError(
-                f"{name} draws from Python's or numpy's random generator in forward, and the captured graph would hold "
-                "one draw for ever; draw with torch"
-            )
-        for path, value in _python_state(model).items():
-            if value != state.get(path, value):
-                raise CaptureError(
-                    f"forward of {name} changes its attribute {path!r} from {state[path]!r} to {value!r}, and the "
-                    "captured graph would not; keep it in a buffer"
-                )
-    finally:
-        _restore(model, state)
+    with _watched(model, findings):
+        yield
+    if findings.functions:
+        raise CaptureError(
+            f"{name} uses the torch.autograd.Function {findings.functions[0]!r}, whose backward would give way "
+            "to that of its forward's operations; write it with torch operations, or register it with "
+            "torch.library.custom_op and register_autograd"
+        )
+    if findings.hooks:
+        raise CaptureError(
+            f"{name} registers the gradient hook {findings.hooks[0]!r} in forward, which would be lost in the "
+            "captured graph; put what it does into the forward pass"
+        )
+    if random.getstate() != randomness or np.random.get_state()[1].tobytes() != numpy_randomness:  # type: ignore[index] # noqa: NPY002
+        raise CaptureError(
+            f"{name} draws from Python's or numpy's random generator in forward, and the captured graph would hold "
+            "one draw for ever; draw with torch"
+        )
+    if findings.changes:
+        raise CaptureError(
+            f"forward of {name} changes its attribute {findings.changes[0]}, and the captured graph would not; keep "
+            "it in a buffer"
+        )
 
 
 @contextlib.contextmanager
-def _watched(findings: _Findings) -> Iterator[None]:
+def _watched(model: nn.Module, findings: _Findings) -> Iterator[None]:
     function_apply = torch.autograd.Function.__dict__["apply"]
     register_hook = Tensor.register_hook
+    set_attribute = nn.Module.__setattr__
+    paths = {id(module): path for path, module in model.named_modules()}
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.split(".")[0] != "torch" or cls.__name__ == "CheckpointFunction":
@@ -86,26 +84,20 @@ def _watched(findings: _Findings) -> Iterator[None]:
         findings.hooks.append(getattr(hook, "__qualname__", repr(hook)))
         return register_hook(self, hook)  # type: ignore[no-untyped-call]
 
+    def assign(self: nn.Module, name: str, value: Any) -> None:
+        before = vars(self).get(name)
+        is_plain = isinstance(value, int | float | str | bool) and not name.startswith("_") and name != "training"
+        if is_plain and id(self) in paths and name in vars(self) and before != value:
+            path = f"{paths[id(self)]}.{name}".lstrip(".")
+            findings.changes.append(f"{path!r} from {before!r} to {value!r}")
+        set_attribute(self, name, value)
+
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     Tensor.register_hook = register  # type: ignore[method-assign]
+    nn.Module.__setattr__ = assign  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
         Tensor.register_hook = register_hook  # type: ignore[method-assign]
-
-
-def _python_state(model: nn.Module) -> dict[str, Any]:
-    """The plain numbers and strings that the model's modules hold, `training` left out."""
-    found = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name != "training" and not name.startswith("_") and isinstance(value, int | float | str | bool):
-                found[f"{path}.{name}" if path else name] = value
-    return found
-
-
-def _restore(model: nn.Module, state: dict[str, Any]) -> None:
-    for path, value in state.items():
-        module, _, name = path.rpartition(".")
-        setattr(model.get_submodule(module), name, value)
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]

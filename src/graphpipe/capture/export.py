@@ -21,6 +21,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphpipe.capture.batch import BatchLayout, closest
+from graphpipe.capture.detectors import losses_noticed
 from graphpipe.errors import CaptureError
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -253,7 +254,13 @@ def export_graph(wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLay
     batch = Dim("batch")
     shapes = tuple({0: batch} if spec.layout is not None else None for spec in layout.inputs.values())
     model = getattr(wrapper, MODEL)
-    with training_mode(model), _symbolic_len(model, wrapper._loss_fn), _guard_log() as log, _quiet():
+    with (
+        training_mode(model),
+        losses_noticed(model),
+        _symbolic_len(model, wrapper._loss_fn),
+        _guard_log() as log,
+        _quiet(),
+    ):
         try:
             program = torch.export.export(wrapper, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False)
             return program.module(check_guards=False)

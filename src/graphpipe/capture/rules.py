@@ -71,7 +71,7 @@ def _product(node: fx.Node, classes: Mapping[fx.Node, Any], left: str, right: st
 
 def _attention(node: fx.Node, classes: Mapping[fx.Node, Any]) -> SampleClass | None:
     query = argument_of(node, "query")
-    found = classes[query]
+    found: SampleClass = classes[query]
     if not _is_leading(found, value_of(query), 2):
         return None
     for name in ("key", "value"):
