@@ -20,7 +20,13 @@ from graphpipe.stage import Stage, StageGraph
 from graphpipe.strategy import Strategy
 
 FOLDER = Path(__file__).parent / "images"
-NAMES = ("image tower, first half", "image tower, second half", "text tower, first half", "text tower, second half", "head")
+NAMES = (
+    "image tower, first half",
+    "image tower, second half",
+    "text tower, first half",
+    "text tower, second half",
+    "head",
+)
 GRAPH = ((0, 1), (2, 3), (1, 4), (3, 4))
 CHAIN = (*GRAPH, (1, 2))
 FREE = Link(latency_s=0.0, bandwidth_bytes_per_s=1e15)
@@ -55,7 +61,9 @@ def stack(parts: list[tuple[str, str]], width: int = 1200) -> str:
         root = re.search(r"<svg[^>]*>", picture)
         assert root is not None
         height = float(re.search(r'viewBox="\S+ \S+ \S+ (\S+)"', root[0])[1])  # type: ignore[index]
-        text = f'<text x="14" y="{y + 16:g}" font-family="sans-serif" font-size="15" font-weight="bold">{caption}</text>'
+        text = (
+            f'<text x="14" y="{y + 16:g}" font-family="sans-serif" font-size="15" font-weight="bold">{caption}</text>'
+        )
         body += [text, picture.replace("<svg ", f'<svg x="0" y="{y + 26:g}" ', 1)]
         y += height + 34
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y:g}" width="{width}" height="{y:g}">'

@@ -188,8 +188,8 @@ class Strategy:
             for what in before:
                 if before[what] != now[what]:
                     raise StrategyError(
-                        f"the strategy is for another model: {what} of operator {name!r} was {_short(before[what])} and "
-                        f"is {_short(now[what])}; plan again"
+                        f"the strategy is for another model: {what} of operator {name!r} was {_short(before[what])} "
+                        f"and is {_short(now[what])}; plan again"
                     )
         raise StrategyError("the strategy is for another model: what passes between the operators differs; plan again")
 

@@ -115,8 +115,8 @@ def test_samples_one_by_one(between: Callable[[Tensor], Tensor]) -> None:
         (lambda x: (x * 0).sum(), LossReduction.WHOLE),
     ],
     ids=[
-        "mean", "sum", "sum by hand", "mean by hand", "linear", "root", "mixed", "max", "clamp", "product", "ratio", "std",
-        "zero",
+        "mean", "sum", "sum by hand", "mean by hand", "linear", "root", "mixed", "max", "clamp", "product", "ratio",
+        "std", "zero",
     ],
 )  # fmt: skip
 def test_loss_reductions(loss: Callable[[Tensor], Tensor], reduction: LossReduction) -> None:
@@ -189,7 +189,7 @@ def test_ignored_targets_are_counted() -> None:
     assert captured.loss_reduction is LossReduction.MEAN
     stage = captured.stage_module([operator.name for operator in captured.graph.operators])
     stage(captured.flatten_batch(tokens(0, 4, 8, 11)), 4)
-    with pytest.raises(BatchError, match="7 of 12 targets .* ignore_index=-100, and 8 should.*Capture the model with"):
+    with pytest.raises(BatchError, match=r"7 of 12 targets .* ignore_index=-100, and 8 should.*Capture the model with"):
         stage(captured.flatten_batch(tokens(0, 1, 2, 3, 4)), 4)
 
 

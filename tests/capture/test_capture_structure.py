@@ -32,10 +32,9 @@ def reduced(captured: CapturedModel) -> nx.DiGraph:
 def branches(captured: CapturedModel) -> list[set[str]]:
     """What is left in pieces when the operators after the last join are taken away."""
     graph = reduced(captured)
-    joins = [name for name in graph if graph.in_degree(name) > 1 and nx.descendants(graph, name) | {name}]
-    last = next(name for name in reversed(list(nx.topological_sort(graph))) if name in joins)
+    last = next(name for name in reversed(list(nx.topological_sort(graph))) if graph.in_degree(name) > 1)
     graph.remove_nodes_from(nx.descendants(graph, last) | {last})
-    return sorted(nx.weakly_connected_components(graph), key=lambda part: min(part))
+    return sorted(nx.weakly_connected_components(graph), key=min)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def test_clip_is_two_towers_and_a_loss(clip: CapturedModel) -> None:
     assert {o.name: o.inputs for o in clip.graph.operators if o.inputs} == {
         "vision_model.embeddings.patch_embedding": ("pixel_values",),
         "text_model.embeddings.token_embedding": ("input_ids",),
-        "text_projection": ("input_ids",),  # where the text ends
+        "text_model.encoder.layers.1.mlp.fc2": ("input_ids",),  # where the text ends
     }
 
 
@@ -116,16 +115,11 @@ def test_paper_models_have_their_branches(
 def test_blocks_are_the_repeated_modules() -> None:
     config = MMTConfig(num_branches=2, num_layers=2)
     captured = capture(MMT(config), config.example_batch(4), granularity=Granularity.BLOCK)
-    assert [o.module for o in captured.graph.operators] == [
-        "towers.0.layers.0",
-        "towers.0.layers.1",
-        "towers.1.layers.0",
-        "towers.1.layers.1",
+    assert sorted(o.name for o in captured.graph.operators) == [
         "cat",
         "head.0",
         "head.2",
-    ] or sorted(o.module for o in captured.graph.operators)[-4:] == [
-        f"towers.{i}.layers.{j}" for i in (0, 1) for j in (0, 1)
+        *(f"towers.{tower}.layers.{layer}" for tower in (0, 1) for layer in (0, 1)),
     ]
 
 
@@ -160,18 +154,15 @@ print(captured.graph.fingerprint)
 """
 
 
+@pytest.mark.slow
 def test_every_process_gets_the_same_graph() -> None:
     # Other hashes of strings, other random parameters, another batch size.
-    found = set()
-    for seed in ("0", "1"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=100
-        )
-        found.add(done.stdout.strip())
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=100
+    )
     config = MMTConfig(num_branches=2, num_layers=1, dropout=0.1)
-    found.add(capture(MMT(config), config.example_batch(4)).graph.fingerprint)
-    assert len(found) == 1
+    assert capture(MMT(config), config.example_batch(4)).graph.fingerprint == done.stdout.strip()
 
 
 class Stateful(nn.Module):

@@ -18,6 +18,7 @@ from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.layout import lay_out, line
 from graphpipe.planner.operators import OperatorTable
 from graphpipe.planner.search import PRECISION, Search, make_setting, replica_counts
+from graphpipe.planner.space import ChainSpace
 from graphpipe.stage import Recompute
 from tests.planner.oracle import Oracle
 from tests.strategies import LINKS, computation_graphs, problems, profiles, random_edges, series_parallel_edges
@@ -143,3 +144,22 @@ def test_replicas_never_leave_samples_to_nobody(size: int, devices: int) -> None
     assert counts[0] == 1
     assert all(count <= min(size, devices) for count in counts)
     assert shares == sorted(set(shares), reverse=True)
+
+
+def test_a_group_of_branches_receives_a_shared_value_once() -> None:
+    # 0 feeds three branches; over a slow link that takes longer than computing.
+    values = (Value(name="v0", producer="op0", consumers=("op1", "op2", "op3"), bytes_per_sample=3000),)
+    graph = ComputationGraph("fan", tuple(Operator(name=f"op{i}") for i in range(4)), values)
+    ones = np.ones((1, 4)) * 1e-3
+    problem = PlanningProblem(
+        graph=graph,
+        profile=Profile(tuple(o.name for o in graph.operators), (1,), ones, ones, 0 * ones),
+        cluster=Cluster.uniform(4, memory_bytes=10**9, inside_node=LINKS[1]),
+        mini_batch_size=8,
+    )
+    table = OperatorTable(problem)
+    chain = lay_out(graph, decompose(graph), table)
+    block = ChainSpace(make_setting(table, chain, 1, (Recompute.NONE,), 1), chain).blocks[0]
+    assert block.group_counts.tolist() == [[2]]
+    assert block.groups.seconds[0, 0] == pytest.approx(Oracle(problem, 1).stage_s(frozenset({1, 2}), 1))
+    assert block.groups.seconds[0, 0] == pytest.approx(3000 / LINKS[1].bandwidth_bytes_per_s)

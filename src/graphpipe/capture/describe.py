@@ -54,7 +54,7 @@ def describe(
         units: Its operations, divided.
     """
     heavy = {node for node in graph.operations if not is_light(node, classification, accounting)}
-    names = unit_names(units.members, heavy)
+    names = unit_names(units.members, heavy, graph.attributes)
     places = [place_of(nodes, heavy) for nodes in units.members]
     unit_of = {node: i for i, nodes in enumerate(units.members) for node in nodes}
     gradients = nodes_with_gradient(graph, accounting)
@@ -179,6 +179,6 @@ def _value_spec(
 ) -> ValueSpec:
     (sample_class,) = pytree.tree_leaves(classification.classes[node])
     (tensor,) = tensors_of(node)
-    assert sample_class.is_cuttable, f"{node.name} of {sample_class} passes between units"
+    assert sample_class.is_cuttable or node in classification.batch_wise, f"{node.name} passes between units"
     layout = SampleLayout(sample_class.axis, sample_class.inner) if sample_class.kind is Kind.PER_SAMPLE else None
     return ValueSpec(name, tensor.dtype, graph.shape_at(tensor, 1), layout, carries_gradient)

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from graphpipe.capture.nodes import module_path, storages, value_of, written_by
+from graphpipe.capture.nodes import module_path, storages, tensors_of, value_of, written_by
 from graphpipe.capture.probe import Classification
-from graphpipe.capture.training_graph import TrainingGraph
+from graphpipe.capture.training_graph import TrainingGraph, free_symbols
 
 
 class Groups:
@@ -94,6 +94,8 @@ def join_uncuttable(
 ) -> None:
     """Join makers and readers of the tensors that a stage boundary may not cut.
 
+    What mixes samples may pass between operations that take the whole mini-batch, if its size is fixed.
+
     Args:
         graph: The training graph.
         classification: How its tensors depend on the samples.
@@ -104,7 +106,10 @@ def join_uncuttable(
         readers = [r for r in graph.readers.get(node, ()) if r not in left_out]
         if node in left_out or not readers:
             continue
-        if not all(leaf.is_cuttable for leaf in pytree.tree_leaves(classification.classes[node])):
+        is_whole = classification.batch_wise.issuperset([node, *readers])
+        is_fixed = not any(free_symbols(size) for tensor in tensors_of(node) for size in tensor.shape)
+        is_cuttable = all(leaf.is_cuttable for leaf in pytree.tree_leaves(classification.classes[node]))
+        if not is_cuttable and not (is_whole and is_fixed):
             groups.join([node, *readers])
 
 

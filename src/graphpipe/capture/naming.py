@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
 from graphpipe.capture.export import MODEL
 from graphpipe.capture.nodes import module_path, module_type, operator_name
+from graphpipe.capture.training_graph import Attribute
 
 # Modules of torch.nn that run several heavy operations, so their path alone does not tell which one is meant.
 _COMPOSITE = ("MultiheadAttention", "Transformer", "container")
 
 
-def unit_names(units: Sequence[Sequence[fx.Node]], heavy: Collection[fx.Node]) -> list[str]:
-    """Return a unique name for each unit: the module path of its first heavy operation, with the operator's name.
+def unit_names(
+    units: Sequence[Sequence[fx.Node]], heavy: Collection[fx.Node], attributes: Mapping[fx.Node, Attribute]
+) -> list[str]:
+    """Return a unique name for each unit: the path of the module of its heavy operations.
 
-    The operator is left out where the path says it, as for a linear layer of torch.nn. Repeated names get a number.
+    Where a module of torch.nn has one operation, as a linear layer does, its path says which one is meant; elsewhere
+    the name of the weight or of the operator is added. Repeated names get a number.
     """
     found: list[str] = []
     taken: set[str] = set()
     for nodes in units:
-        name = _name([n for n in nodes if n in heavy] or list(nodes))
+        name = _name([n for n in nodes if n in heavy] or list(nodes[:1]), attributes)
         unique, count = name, 1
         while unique in taken:
             count += 1
@@ -31,11 +35,29 @@ def unit_names(units: Sequence[Sequence[fx.Node]], heavy: Collection[fx.Node]) -
     return found
 
 
-def _name(nodes: list[fx.Node]) -> str:
-    path, kind = module_path(nodes[0], MODEL), module_type(nodes[0])
+def _name(nodes: list[fx.Node], attributes: Mapping[fx.Node, Attribute]) -> str:
+    first = nodes[0]
+    if len(nodes) > 1:
+        common = _common_path(nodes)
+        if common:
+            return common
+    path, kind = module_path(first, MODEL), module_type(first)
     if path and kind.startswith("torch.nn.modules") and not any(word in kind for word in _COMPOSITE):
         return path
-    return f"{path}.{operator_name(nodes[0])}" if path else operator_name(nodes[0])
+    for read in first.all_input_nodes:
+        weight = attributes[read].name if read in attributes else ""
+        if weight.endswith("weight") and weight.startswith(path):
+            return weight.removesuffix("weight").rstrip("._") or operator_name(first)
+    return f"{path}.{operator_name(first)}" if path else operator_name(first)
+
+
+def _common_path(nodes: list[fx.Node]) -> str:
+    common: list[str] = []
+    for parts in zip(*(module_path(node, MODEL).split(".") for node in nodes), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
 
 
 def place_of(nodes: Sequence[fx.Node], heavy: Collection[fx.Node]) -> str:

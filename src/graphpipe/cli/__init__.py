@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 
 import click
 
@@ -65,6 +66,10 @@ def main() -> None:
         code = 1
     except BrokenPipeError:
         code = 0
+    except Exception:
+        # A fault of the user's code or of ours, told in full; in a worker often only the echo of another's end.
+        report_failure(traceback.format_exc().strip())
+        code = 1
     if is_worker():
         # Threads of torch.distributed may still wait for other processes; they would keep this one alive.
         sys.stdout.flush()

@@ -101,6 +101,7 @@ class _Planning:
         self.candidates: list[Candidate] = []
         self.known: set[Draft] = set()
         self.by_size: dict[int, float] = {}
+        self.ruled_out: list[int] = []
         self.simulated_tasks = 0
 
     def strategy(self) -> Strategy:
@@ -113,6 +114,7 @@ class _Planning:
                 return self._finished(best, searched_s)
             self.candidates.clear()
             self.known.clear()
+            self.ruled_out.clear()
         raise nothing_fits(self.table, self.layouts, _attempts(self.planner.recompute)[-1])
 
     def value(self, plan: Candidate) -> float:
@@ -128,14 +130,19 @@ class _Planning:
         # A good plan in the beginning lets the search pass over others; medium sizes are the likeliest.
         batch = self.problem.mini_batch_size
         for size in sorted(self.problem.micro_batch_sizes, key=lambda size: (abs(math.log(batch / size / 16)), size)):
+            is_worth = False
             for chain in self.layouts:
                 if self.candidates and self._is_late():
                     return
-                self._search_size(size, chain, recompute)
-            if size in self.by_size:
+                is_worth |= self._search_size(size, chain, recompute)
+            if is_worth and size in self.by_size:
                 self.progress(f"micro-batches of {size}: {self.by_size[size]:.4g} s an iteration")
+            elif not is_worth and size in self.by_size:
+                self.ruled_out.append(size)
+                self.progress(f"micro-batches of {size}: slower than another size whatever the stages")
 
-    def _search_size(self, size: int, chain: Chain, recompute: Sequence[Recompute]) -> None:
+    def _search_size(self, size: int, chain: Chain, recompute: Sequence[Recompute]) -> bool:
+        """Collect the plans of one micro-batch size; return whether any may be the best."""
         setting = make_setting(self.table, chain, size, recompute, self.planner.k)
         count = setting.num_micro_batches
         search = Search(setting, chain)
@@ -146,9 +153,10 @@ class _Planning:
         precision = COARSE_PRECISION if self.planner.objective is Objective.ITERATION_TIME else PRECISION
         target_s = search.least_target_s(self.bound.work_s / count, best_s / count, precision)
         if target_s is None:
-            return
+            return False
         for found in search.near(target_s, lambda target_s: self._is_worth(target_s * count)):
             self._collect(size, found.pieces)
+        return True
 
     def _is_worth(self, load_s: float) -> bool:
         if self._is_late():
@@ -234,7 +242,10 @@ class _Planning:
         return plan.estimate.iteration_s if by_time else plan.candidate.predicted.bottleneck_s
 
     def _finished(self, best: Simulated, searched_s: float) -> Strategy:
-        notes = plan_notes(self.problem, best.strategy, best.estimate, self.bound, self.by_size, knots_of(self.shape))
+        best_size = best.candidate.micro_batch_size
+        by_size = {size: s for size, s in self.by_size.items() if size not in self.ruled_out or size == best_size}
+        notes = plan_notes(self.problem, best.strategy, best.estimate, self.bound, by_size, knots_of(self.shape))
+        notes["micro_batch_sizes_ruled_out"] = sorted(self.ruled_out)
         notes["search_s"] = searched_s
         notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
         notes["candidates"] = len(self.candidates)
