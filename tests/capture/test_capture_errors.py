@@ -60,6 +60,10 @@ def branches_on_the_batch_size(net: Net, x: Tensor) -> Tensor:
     return net.linear(x) if x.shape[0] == 4 else x
 
 
+def branches_on_a_large_batch(net: Net, x: Tensor) -> Tensor:
+    return net.linear(x) if x.shape[0] > 5 else x
+
+
 def writes_its_input(net: Net, x: Tensor) -> Tensor:
     x.mul_(2)
     return net.linear(x)
@@ -76,6 +80,10 @@ def takes_a_size_from_values(net: Net, x: Tensor) -> Tensor:
         (branches_on_values, r"branches or takes a size from the values of a tensor at .*test_capture_errors.py:\d+"),
         (fixes_the_batch, r"batch size of Net was fixed to 4 at .*test_capture_errors.py:\d+ `return .*view\(4, -1"),
         (branches_on_the_batch_size, r"batch size of Net was fixed to 4 at .*test_capture_errors.py:\d+ `return"),
+        (
+            branches_on_a_large_batch,
+            r"other batch sizes than 4 at .*test_capture_errors.py:\d+ `return .*shape\[0\] > 5",
+        ),
         (writes_its_input, r"modifies its input 'pixel_values' in place at .*test_capture_errors.py:\d+"),
         (takes_a_size_from_values, r"depends on the values of a tensor at .*test_capture_errors.py:\d+"),
     ],

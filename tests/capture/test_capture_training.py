@@ -247,6 +247,116 @@ def test_parts_without_gradient(assert_equal_training: Check) -> None:
     assert_equal_training(captured, model, batch, lambda m: m(batch))
 
 
+class Centred(nn.Module):
+    """A mean over the batch that is read before and after a layer, and buffers that follow the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+        self.steps += 1
+        mean = hidden.mean(0)
+        return self.second(hidden - mean).square().mean() + mean.square().sum() + hidden.mean()
+
+
+def test_what_mixes_samples_passes_between_stages_that_take_them_all(assert_equal_training: Check) -> None:
+    model = Centred()
+    captured = capture(model, torch.randn(4, 4))
+    batch = torch.randn(7, 4)
+
+    operators = {o.name: o for o in captured.graph.operators}
+    assert not operators["first"].is_batch_wise
+    assert not operators["second"].is_batch_wise
+    (fixed,) = [value for value in captured.graph.values if value.fixed_bytes]
+    assert all(operators[name].is_batch_wise for name in (fixed.producer, *fixed.consumers))
+    assert_equal_training(captured, model, batch, lambda m: m(batch), tries=6)
+
+
+class LowRank(nn.Module):
+    """A weight computed from parameters, which two layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 2))
+        self.b = nn.Parameter(torch.randn(2, 4))
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.a @ self.b
+        return self.second(torch.relu(self.first(x) @ weight) @ weight).square().mean()
+
+
+def test_value_that_does_not_depend_on_the_batch(assert_equal_training: Check) -> None:
+    model = LowRank()
+    captured = capture(model, torch.randn(4, 4))
+    batch = torch.randn(7, 4)
+
+    (fixed,) = [value for value in captured.graph.values if value.fixed_bytes]
+    assert (fixed.fixed_bytes, fixed.bytes_per_sample, fixed.carries_gradient) == (128, 0, True)
+    assert captured.values[fixed.name].layout is None
+    assert_equal_training(captured, model, batch, lambda m: m(batch))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.lstm = nn.LSTM(4, 5, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(5, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embedding(tokens))
+        hidden, _ = self.gru(hidden.transpose(0, 1))
+        return self.head(hidden[-1]).square().mean()
+
+
+def test_recurrent_layers(assert_equal_training: Check) -> None:
+    model = Recurrent()
+    captured = capture(model, torch.randint(9, (4, 6)))
+    batch = torch.randint(9, (7, 6))
+
+    assert [o.name for o in captured.graph.operators] == ["embedding", "lstm", "gru", "head"]
+    assert batch_wise(captured) == []
+    assert_equal_training(captured, model, batch, lambda m: m(batch))
+
+
+class InPlace(nn.Module):
+    """Tensors that are filled and changed in place, with readers before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        filled = torch.zeros(x.shape[0], 6)
+        filled[:, :4] = hidden
+        before = filled * 2
+        filled[:, 4:] = hidden[:, :2] * 2
+        changed = hidden * 1
+        changed.add_(1)
+        return self.second(torch.relu(filled[:, 1:5]) + changed + before[:, 2:]).square().mean()
+
+
+def test_operations_in_place(assert_equal_training: Check) -> None:
+    model = InPlace()
+    captured = capture(model, torch.randn(4, 4))
+    batch = torch.randn(7, 4)
+
+    assert [o.name for o in captured.graph.operators] == ["first", "second"]
+    assert_equal_training(captured, model, batch, lambda m: m(batch))
+
+
 def test_loss_outside_of_the_model(assert_equal_training: Check) -> None:
     config = CandleUnoConfig.small()
     model = CandleUno(config)

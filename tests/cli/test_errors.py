@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -45,7 +46,8 @@ def misspelt():
     return Towers(), {"a": torch.randn(8, 8), "bb": torch.randn(8, 8)}
 
 def misspelt_later():
-    return gp.Job(model=Towers(), example_batch=batch(), batches=lambda: [{"a": torch.ones(8, 8), "bb": torch.ones(8, 8)}])
+    wrong = {"a": torch.ones(8, 8), "bb": torch.ones(8, 8)}
+    return gp.Job(model=Towers(), example_batch=batch(), batches=lambda: [wrong])
 
 def shuffled():
     import os
@@ -80,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def graphpipe(folder: Path, arguments: str):  # noqa: ANN201
+def graphpipe(folder: Path, arguments: str) -> subprocess.CompletedProcess[str]:
     return run([sys.executable, "-m", "graphpipe", *arguments.split()], cwd=folder)
 
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from graphpipe.capture.evaluate import run_node
 from graphpipe.capture.nodes import (
+    RECURRENT,
     inputs_of,
     is_grouped_product,
     is_heavy,
@@ -169,7 +170,7 @@ class _FlopTable:
         return self._known[key]
 
     def _count(self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
-        if operator_name(node) in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        if operator_name(node) in RECURRENT:
             return self._recurrent(node, reads, requires_grad)
         if is_grouped_product(node):
             return self._grouped(node, reads, requires_grad)

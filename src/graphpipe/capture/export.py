@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -212,7 +213,12 @@ def shapes_for_meta(model: nn.Module) -> Iterator[dict[int, Tensor]]:
 class _GuardLog:
     """The conditions on sizes that tracing relied on, each with the user's line that asked for it."""
 
-    entries: list[tuple[str, str]] = field(default_factory=list)
+    entries: list[tuple[sympy.Basic, str]] = field(default_factory=list)
+
+    def about_one_size(self) -> tuple[sympy.Basic, str] | None:
+        """The first condition that bounds a size; that two inputs have the same size is none. Equations go first."""
+        found = [(g, place) for g, place in self.entries if len(g.free_symbols) == 1]
+        return next(iter(sorted(found, key=lambda entry: not isinstance(entry[0], sympy.Eq | sympy.Ne))), None)
 
 
 @contextlib.contextmanager
@@ -225,7 +231,7 @@ def _guard_log() -> Iterator[_GuardLog]:
     def record(self: ShapeEnv, prefix: str, g: Any, forcing_spec: bool) -> None:
         place = _user_line(traceback.extract_stack())
         if place is not None:
-            log.entries.append((str(g), place))
+            log.entries.append((g, place))
         original(self, prefix, g, forcing_spec)
 
     ShapeEnv._log_guard = record  # type: ignore[method-assign]
@@ -296,10 +302,14 @@ def _explained(error: Exception, model: str, num_samples: int, log: _GuardLog) -
             "graph is not the same for every batch; use torch.where, or compute the condition outside of the model"
         )
     if "specialized" in str(error) or "Constraints violated" in str(error) or kind == "ConstraintViolationError":
-        fixed = [p for condition, p in log.entries if condition.startswith(("Eq(", "Ne("))]
-        found = next(iter(fixed or [p for _, p in log.entries]), None)
+        condition, line = log.about_one_size() or (None, "an unknown line")
+        if condition is None or isinstance(condition, sympy.Eq):
+            return CaptureError(
+                f"the batch size of {model} was fixed to {num_samples} at {line}; take it from `.shape[0]` of an input "
+                "and write no number for it"
+            )
         return CaptureError(
-            f"the batch size of {model} was fixed to {num_samples} at {found or 'an unknown line'}; take it from "
-            "`.shape[0]` of an input and write no number for it"
+            f"{model} does something else for other batch sizes than {num_samples} at {line}; micro-batches of any size "
+            "must take the same path"
         )
     return CaptureError(f"{model} cannot be exported: {kind}: {first_line}" + (f" (at {place})" if place else ""))

@@ -12,11 +12,13 @@ from torch.utils import _pytree as pytree
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
 # Matrix products, convolutions, attention, recurrent layers and embedding look-ups: what a planner should see.
 _HEAVY_OPERATORS = frozenset({
     "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "einsum", "bilinear",
     "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "embedding", "embedding_bag",
+    "scaled_dot_product_attention", *RECURRENT, "embedding", "embedding_bag",
     "_embedding_bag", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
 })  # fmt: skip
 
@@ -67,6 +69,12 @@ def is_random(node: fx.Node) -> bool:
     return operator_name(node) == "scaled_dot_product_attention" and dropout_probability(node) != 0
 
 
+def only_drops(node: fx.Node) -> bool:
+    """Return whether what a node draws are entries to drop, which a probe can switch off."""
+    name = operator_name(node)
+    return "dropout" in name or name in ("scaled_dot_product_attention", *RECURRENT)
+
+
 def dropout_probability(node: fx.Node) -> float | None:
     """Return the probability with which a node drops entries; None if its operator has no such argument."""
     target = node.target
@@ -98,10 +106,10 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return []
     found: list[fx.Node] = []
     for graph in subgraphs(node):
+        written = _inputs_written_in(graph)
         inner_inputs = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        written = {s for inner in graph.graph.nodes for w in written_by(inner) for s in storages(w)}
         for inner, outer in zip(inner_inputs, region_operands(node), strict=True):
-            if storages(inner) & written and isinstance(outer, fx.Node):
+            if inner in written and isinstance(outer, fx.Node):
                 found.append(outer)
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or operator_name(node) in _HARMLESS_MUTATIONS:
@@ -115,6 +123,24 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         uses_batch = argument_of(node, "training" if operator_name(node) == "batch_norm" else "use_input_stats")
         statistics = (argument_of(node, "running_mean"), argument_of(node, "running_var"))
         found += [s for s in statistics if uses_batch and isinstance(s, fx.Node)]
+    return found
+
+
+def _inputs_written_in(region: fx.GraphModule) -> set[fx.Node]:
+    """The inputs of a region that it writes, itself or through a view; the region's nodes have no recorded tensors."""
+    seen_through: dict[fx.Node, set[fx.Node]] = {}
+    found: set[fx.Node] = set()
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            seen_through[node] = {node}
+            continue
+        for written in written_by(node):
+            found |= seen_through.get(written, set())
+        returns_alias = isinstance(node.target, torch._ops.OpOverload) and any(
+            result.alias_info is not None for result in node.target._schema.returns
+        )
+        sources = node.all_input_nodes if returns_alias or node.target is operator.getitem else []
+        seen_through[node] = set().union(*(seen_through.get(source, set()) for source in sources), set())
     return found
 
 

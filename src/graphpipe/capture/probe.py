@@ -33,6 +33,7 @@ from graphpipe.capture.nodes import (
     is_random,
     is_size,
     mixes_in_backward,
+    only_drops,
     operator_name,
     subgraphs,
     value_of,
@@ -171,7 +172,9 @@ class _Probe:
             or self._writes_shared(node, kinds)
             or ({Kind.MEAN, Kind.SUM} & kinds and not self._is_linear(node))
         )
-        draws = is_random(node) and "dropout" not in operator_name(node) and not subgraphs(node)
+        draws = is_random(node) and not only_drops(node) and not subgraphs(node)
+        if must_be_whole:
+            self.batch_wise.add(node)
         parts: list[Any] | None = None
         if not must_be_whole and not draws:
             try:

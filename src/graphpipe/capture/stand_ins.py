@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from graphpipe.capture.nodes import operator_name, value_of
+from graphpipe.capture.nodes import RECURRENT, operator_name, value_of
 from graphpipe.capture.training_graph import TrainingGraph, free_symbols
 
 
@@ -88,7 +88,7 @@ def without_dropout(
     changes = {"dropout_p": 0.0} if operator_name(node) == "scaled_dot_product_attention" else {}
     if "dropout" in operator_name(node):
         changes = {"train": False, "p": 0.0}
-    elif operator_name(node) in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    elif operator_name(node) in RECURRENT:
         changes = {"dropout": 0.0}
     for i, argument in enumerate(target._schema.arguments):
         if argument.name in changes:

@@ -82,7 +82,7 @@ def form_units(
     quotient = _Quotient(graph, classification, accounting, groups, repeated)
     quotient.join_cycles()
     quotient.absorb_into_producers()
-    quotient.absorb_sources()
+    quotient.absorb_into_readers()
     if granularity is Granularity.BLOCK:
         quotient.join_blocks()
     members = hand_on_views(graph, classification, accounting, atomic_groups(graph), quotient.ordered())
@@ -248,8 +248,11 @@ class _Quotient:
         tensors = [self.graph.attributes[r] for r in found]
         return sum(a.tensor.numel() * a.tensor.element_size() for a in tensors if a.kind is AttributeKind.PARAMETER)
 
-    def absorb_sources(self) -> None:
-        """Put each light group that reads from no other into the only group that waits for it."""
+    def absorb_into_readers(self) -> None:
+        """Put light groups into the only group that waits for them, where they could not join a producer.
+
+        That is each group that reads from no other, and each that mixes samples and is read by one that does too.
+        """
         while True:
             members = self.members()
             predecessors = self.predecessors(members)
@@ -258,11 +261,14 @@ class _Quotient:
             for root in order:
                 ancestors[root] = set().union(predecessors[root], *(ancestors[p] for p in predecessors[root]))
             for root in order:
-                if predecessors[root] or any(node in self.heavy for node in members[root]):
+                if any(node in self.heavy for node in members[root]):
                     continue
                 readers = [r for r in order if root in predecessors[r]]
                 first = [r for r in readers if not ancestors[r] & set(readers)]
-                if len(first) == 1 and self.may_join(members[root], members[first[0]]):
+                if len(first) != 1 or not self.may_join(members[root], members[first[0]]):
+                    continue
+                both_mix = all(not self.batch_wise.isdisjoint(members[r]) for r in (root, first[0]))
+                if not predecessors[root] or (both_mix and len(readers) == 1):
                     self.groups.join([root, first[0]])
                     break
             else:
