@@ -21,6 +21,19 @@ class Recompute(StrEnum):
     """Only what it received; the forward pass runs again before the backward pass."""
 
 
+class StageOrder(StrEnum):
+    """What a stage waits for."""
+
+    GRAPH = "graph"
+    """Only the stages whose values it reads: branches run at the same time."""
+    CHAIN = "chain"
+    """The stage before it in the list as well, as in a sequential pipeline, whether or not it reads from it."""
+
+
+# The value that a stage of a chain passes to the next one when nothing else passes: one byte a sample, of no content.
+TURN = "turn:"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """A part of the model that runs as a whole.
@@ -89,6 +102,7 @@ class StageGraph:
         graph: The computation graph.
         stages: In a topological order.
         mini_batch_size: Samples a step.
+        order: What a stage waits for.
 
     Raises:
         StrategyError: A condition does not hold; the message says which, and for what.
@@ -97,6 +111,7 @@ class StageGraph:
     graph: ComputationGraph
     stages: tuple[Stage, ...]
     mini_batch_size: int
+    order: StageOrder = StageOrder.GRAPH
 
     def __post_init__(self) -> None:
         if self.mini_batch_size < 1:
@@ -171,7 +186,17 @@ class StageGraph:
             source = self.stage_of[value.producer]
             for target in sorted({self.stage_of[c] for c in value.consumers} - {source}):
                 found.setdefault((source, target), []).append(value)
+        if self.order is StageOrder.CHAIN:
+            for x in range(len(self.stages) - 1):
+                found.setdefault((x, x + 1), []).append(self._turn(x))
         return tuple(StageEdge(u, v, tuple(values)) for (u, v), values in sorted(found.items()))
+
+    def _turn(self, x: int) -> Value:
+        """Return what tells stage ``x + 1`` that it is its turn."""
+        before, after = self.stages[x], self.stages[x + 1]
+        return Value(
+            name=f"{TURN}{x}", producer=before.operators[-1], consumers=(after.operators[0],), bytes_per_sample=1
+        )
 
     @cached_property
     def incoming(self) -> tuple[tuple[StageEdge, ...], ...]:

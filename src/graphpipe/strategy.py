@@ -19,7 +19,7 @@ from graphpipe.cost import CostModel, OptimizerCost, Profile
 from graphpipe.errors import GraphPipeError, StrategyError
 from graphpipe.graph import ComputationGraph
 from graphpipe.schedule import DeviceOrder, ModelCosts, Schedule, Task, check_schedule
-from graphpipe.stage import StageGraph, stages_from_json, stages_to_json
+from graphpipe.stage import StageGraph, StageOrder, stages_from_json, stages_to_json
 
 SCHEMA_VERSION = 1
 
@@ -87,6 +87,7 @@ class Strategy:
             "kind": "graphpipe-strategy",
             "planner": self.planner,
             "mini_batch_size": self.mini_batch_size,
+            "order": self.stages.order.value,
             "stages": stages_to_json(self.stages.stages),
             "schedule": [
                 {"devices": list(order.devices), "tasks": " ".join(map(str, order.tasks))}
@@ -126,7 +127,9 @@ class Strategy:
                 for o in data["schedule"]
             )
             return cls(
-                stages=StageGraph(graph, stages_from_json(data["stages"]), int(data["mini_batch_size"])),
+                stages=StageGraph(
+                    graph, stages_from_json(data["stages"]), int(data["mini_batch_size"]), StageOrder(data["order"])
+                ),
                 schedule=Schedule(orders),
                 profile=Profile.from_json(data["profile"]),
                 cluster=Cluster.from_json(data["cluster"]),

@@ -82,7 +82,7 @@ def takes_a_size_from_values(net: Net, x: Tensor) -> Tensor:
         (branches_on_the_batch_size, r"batch size of Net was fixed to 4 at .*test_capture_errors.py:\d+ `return"),
         (
             branches_on_a_large_batch,
-            r"other batch sizes than 4 at .*test_capture_errors.py:\d+ `return .*shape\[0\] > 5",
+            r"batch sizes than 4 at .*test_capture_errors.py:\d+ `return .*shape\[0\] > 5",
         ),
         (writes_its_input, r"modifies its input 'pixel_values' in place at .*test_capture_errors.py:\d+"),
         (takes_a_size_from_values, r"depends on the values of a tensor at .*test_capture_errors.py:\d+"),

@@ -12,7 +12,7 @@ from graphpipe.program import lower
 from graphpipe.runtime.in_process import run_in_process
 from graphpipe.schedule import UniformCosts, in_flight_limits, kfkb
 from graphpipe.simulator import simulate
-from graphpipe.stage import Recompute, Stage, StageGraph
+from graphpipe.stage import Recompute, Stage, StageGraph, StageOrder
 from tests.graph_models import GraphModel, OperatorShape, make_batch, reference
 
 RELATIVE = 1e-9
@@ -85,7 +85,7 @@ def stage_graphs(draw: st.DrawFn, model: GraphModel) -> StageGraph:
                 recompute=draw(st.sampled_from(list(Recompute))),
             )
         )
-    return StageGraph(graph, tuple(stages), mini_batch_size)
+    return StageGraph(graph, tuple(stages), mini_batch_size, draw(st.sampled_from(list(StageOrder))))
 
 
 @settings(max_examples=150, deadline=None)

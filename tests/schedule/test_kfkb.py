@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphpipe.errors import DeadlockError, StrategyError
@@ -16,6 +18,7 @@ from graphpipe.schedule import (
     kfkb,
 )
 from graphpipe.simulator import simulate
+from graphpipe.stage import StageOrder
 from tests.stage_graphs import CHAIN_3, CHAIN_4, DIAMOND, TWO_TOWERS, make_stages
 
 UNIT = UniformCosts(1.0, 1.0)
@@ -46,6 +49,8 @@ def test_branches_of_a_diamond_run_side_by_side() -> None:
 def test_two_towers_take_nine_units_and_their_chain_twelve() -> None:
     towers = make_stages(TWO_TOWERS, mini_batch_size=2)
     chain = make_stages(CHAIN_3, mini_batch_size=2)
+    in_turn = replace(towers, order=StageOrder.CHAIN)
+    assert simulate(lower(in_turn, kfkb(in_turn, ONE_TWO)), ONE_TWO).makespan_s == 12
     assert simulate(lower(towers, kfkb(towers, ONE_TWO)), ONE_TWO).makespan_s == 9
     assert simulate(lower(chain, kfkb(chain, ONE_TWO)), ONE_TWO).makespan_s == 12
 

@@ -309,7 +309,7 @@ def _explained(error: Exception, model: str, num_samples: int, log: _GuardLog) -
                 "and write no number for it"
             )
         return CaptureError(
-            f"{model} does something else for other batch sizes than {num_samples} at {line}; micro-batches of any size "
-            "must take the same path"
+            f"{model} does something else for other batch sizes than {num_samples} at {line}; micro-batches of any "
+            "size must take the same path"
         )
     return CaptureError(f"{model} cannot be exported: {kind}: {first_line}" + (f" (at {place})" if place else ""))

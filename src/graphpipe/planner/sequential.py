@@ -1,9 +1,7 @@
 """What the sequential planners share: stages that run strictly one after the other.
 
 PipeDream and Piper plan for pipelines in which each stage follows the one before it, whether or not it needs anything
-from it. Such a plan is a stage graph like any other; what makes it sequential is its schedule, which is made, and
-judged, as if every stage passed something on to the next. Its schedule and its memory are those of the chain. A
-runtime that only waits for data runs it at least as fast as it is judged.
+from it. Such a plan is a stage graph in the order of a chain: it is scheduled, judged and run so.
 """
 
 from __future__ import annotations
@@ -12,10 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from graphpipe.cost import Profile
 from graphpipe.errors import PlanningError
 from graphpipe.estimate import Estimate, check_memory, estimate
-from graphpipe.graph import ComputationGraph, Value
 from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.bounds import lower_bound
@@ -26,40 +22,15 @@ from graphpipe.planner.placement import place
 from graphpipe.planner.predict import predict
 from graphpipe.planner.search import COARSE_PRECISION, DOUBT, TargetSearch
 from graphpipe.schedule import ModelCosts, Schedule, kfkb
-from graphpipe.stage import StageGraph
+from graphpipe.stage import StageGraph, StageOrder
 from graphpipe.strategy import Strategy
 
 # Plans that are simulated in the end, best guess first.
 SIMULATED_PLANS = 6
 
 
-def in_sequence(problem: PlanningProblem, stages: StageGraph) -> tuple[PlanningProblem, StageGraph]:
-    """Return the problem and the stages with an empty value from each stage to the next.
-
-    The operators are listed stage by stage, so that the values lead forward.
-    """
-    graph = problem.graph
-    order = [graph.index[name] for stage in stages.stages for name in stage.operators]
-    links = tuple(
-        Value(name=f"order:{x}", producer=before.operators[-1], consumers=(after.operators[0],))
-        for x, (before, after) in enumerate(zip(stages.stages, stages.stages[1:], strict=False))
-    )
-    linked = ComputationGraph(graph.name, tuple(graph.operators[u] for u in order), graph.values + links)
-    profile = Profile(
-        tuple(o.name for o in linked.operators),
-        problem.profile.sizes,
-        problem.profile.forward_s[:, order],
-        problem.profile.backward_s[:, order],
-        problem.profile.saved_bytes[:, order],
-    )
-    chained = replace(problem, graph=linked, profile=profile)
-    return chained, StageGraph(linked, stages.stages, stages.mini_batch_size)
-
-
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    stages: StageGraph
-    chained_problem: PlanningProblem
     chained: StageGraph
     guess_s: float
     micro_batch_size: int
@@ -93,9 +64,9 @@ class SequentialPlanning:
             return
         self.known.add(plan)
         stages = stage_graph(self.problem, plan, place(self.problem.graph, self.problem.cluster, plan))
-        chained_problem, chained = in_sequence(self.problem, stages)
-        guess_s = predict(chained_problem.cost_model, chained).iteration_s
-        self.plans.append(_Plan(stages, chained_problem, chained, guess_s, micro_batch_size))
+        chained = replace(stages, order=StageOrder.CHAIN)
+        guess_s = predict(self.problem.cost_model, chained).iteration_s
+        self.plans.append(_Plan(chained, guess_s, micro_batch_size))
 
     def search(self, search: TargetSearch, work_s: float, progress: Callable[[str], None] | None) -> None:
         """Add the plans of one micro-batch size.
@@ -120,33 +91,32 @@ class SequentialPlanning:
     def strategy(self, table: OperatorTable) -> Strategy | None:
         """Return the best plan by simulation as a chain, or None where none fits into memory."""
         searched_s = time.perf_counter() - self.started_s
-        best: tuple[float, Strategy, Estimate] | None = None
+        best: tuple[Strategy, Estimate] | None = None
         simulations = 0
         for plan in sorted(self.plans, key=lambda plan: plan.guess_s):
             if best is not None and simulations >= SIMULATED_PLANS:
                 break
             simulations += 1
-            schedule = kfkb(plan.chained, ModelCosts(plan.chained_problem.cost_model, plan.chained))
-            as_chain = estimate(self._strategy(plan.chained_problem, plan.chained, schedule))
-            strategy = self._strategy(self.problem, plan.stages, schedule)
+            schedule = kfkb(plan.chained, ModelCosts(self.problem.cost_model, plan.chained))
+            strategy = self._strategy(plan.chained, schedule)
             found = estimate(strategy)
             try:
                 check_memory(strategy, found)
             except PlanningError:
                 continue
-            if best is None or as_chain.iteration_s < best[0]:
-                best = (as_chain.iteration_s, strategy, found)
+            if best is None or found.iteration_s < best[1].iteration_s:
+                best = (strategy, found)
         if best is None:
             return None
-        as_chain_s, strategy, found = best
+        strategy, found = best
         by_size: dict[int, float] = {}
         for plan in self.plans:
             by_size[plan.micro_batch_size] = min(by_size.get(plan.micro_batch_size, float("inf")), plan.guess_s)
         notes = plan_notes(self.problem, strategy, found, lower_bound(table), by_size)
-        notes["sequential_iteration_s"] = as_chain_s
         notes["search_s"] = searched_s
         notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
         return replace(strategy, notes=notes)
 
-    def _strategy(self, problem: PlanningProblem, stages: StageGraph, schedule: Schedule) -> Strategy:
+    def _strategy(self, stages: StageGraph, schedule: Schedule) -> Strategy:
+        problem = self.problem
         return Strategy(stages, schedule, problem.profile, problem.cluster, problem.optimizer, self.planner)

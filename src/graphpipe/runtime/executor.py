@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from graphpipe.capture.specs import LossReduction, ValueSpec
+from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.errors import GraphPipeError
 from graphpipe.program import (
     AllReduce,
@@ -31,8 +31,10 @@ from graphpipe.runtime.clock import Clock
 from graphpipe.runtime.stages import StageModule, StageSource, named_parameters, take_samples
 from graphpipe.runtime.transport import Transport
 from graphpipe.schedule import Phase, Task
-from graphpipe.stage import Recompute, SampleRange
+from graphpipe.stage import TURN, Recompute, SampleRange
 from graphpipe.trace import Span, SpanKind
+
+TURN_SPEC = ValueSpec(TURN, torch.uint8, (1,), SampleLayout(0, 1), carries_gradient=True)
 
 
 @dataclass
@@ -158,7 +160,7 @@ class Executor:
     # ---- messages
 
     def _post(self, batch: _MiniBatch, message: Message) -> None:
-        spec = self.source.values[message.value]
+        spec = self._spec(message)
         batch.arrived[message.tag] = self._receive_buffer(batch, message, spec)
         self.transport.post_receive(message, batch.arrived[message.tag])
         self.clock.posted(message)
@@ -175,10 +177,15 @@ class Executor:
             return take_samples(whole, layout, message.samples, samples.start)
         return torch.empty(spec.shape_for(len(message.samples)), dtype=spec.dtype, device=self.torch_device)
 
+    def _spec(self, message: Message) -> ValueSpec:
+        return TURN_SPEC if message.value.startswith(TURN) else self.source.values[message.value]
+
     def _send(self, batch: _MiniBatch, message: Message) -> None:
         samples = batch.ranges[message.source]
-        spec = self.source.values[message.value]
-        if message.phase is Phase.FORWARD:
+        spec = self._spec(message)
+        if spec is TURN_SPEC:
+            tensor = torch.zeros(len(samples), dtype=spec.dtype, device=self.torch_device)
+        elif message.phase is Phase.FORWARD:
             tensor = batch.held[message.source.stage, message.source.micro_batch].outputs[message.value]
         else:
             tensor = batch.gradients[message.source][message.value]

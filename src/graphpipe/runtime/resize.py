@@ -31,5 +31,5 @@ def resized(strategy: Strategy, mini_batch_size: int) -> tuple[StageGraph, Sched
                 f"{x}; drop the last batch or give it at least {stage.num_replicas} samples"
             )
         stages.append(replace(stage, micro_batch_size=size))
-    graph = StageGraph(strategy.graph, tuple(stages), mini_batch_size)
+    graph = StageGraph(strategy.graph, tuple(stages), mini_batch_size, strategy.stages.order)
     return graph, kfkb(graph, ModelCosts(strategy.cost_model, graph))
