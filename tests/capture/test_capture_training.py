@@ -279,6 +279,52 @@ def test_what_mixes_samples_passes_between_stages_that_take_them_all(assert_equa
     assert_equal_training(captured, model, batch, lambda m: m(batch), tries=6)
 
 
+class Counter(nn.Module):
+    """A buffer that counts steps, whatever the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.second(torch.relu(self.first(x))).square().mean()
+
+
+def test_buffers_are_written_once_a_step(assert_equal_training: Check) -> None:
+    model = Counter()
+    captured = capture(model, torch.randn(4, 4))
+    batch = torch.randn(7, 4)
+    assert len(batch_wise(captured)) == 1
+    assert not {"first", "second"} & set(batch_wise(captured))
+    assert_equal_training(captured, model, batch, lambda m: m(batch))
+
+
+class Latents(nn.Module):
+    """Attention whose samples differ by their masks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(1, 2, 3, 4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, mask: Tensor) -> Tensor:
+        found = functional.scaled_dot_product_attention(self.latents, self.latents, self.latents, attn_mask=mask)
+        return self.head(found).square().mean()
+
+
+def test_attention_that_depends_on_the_batch_by_its_mask(assert_equal_training: Check) -> None:
+    model = Latents()
+    captured = capture(model, torch.randn(4, 1, 3, 3))
+    batch = torch.randn(7, 1, 3, 3)
+    (value,) = captured.graph.values
+    assert captured.values[value.name].shape_for(5) == (5, 2, 3, 4)
+    assert batch_wise(captured) == []
+    assert_equal_training(captured, model, batch, lambda m: m(batch))
+
+
 class LowRank(nn.Module):
     """A weight computed from parameters, which two layers read."""
 

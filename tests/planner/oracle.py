@@ -14,6 +14,7 @@ from graphpipe.estimate import WORKSPACE_MARGIN, Estimate
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.layout import Block, Chain
 from graphpipe.schedule import Phase
+from graphpipe.stage import StageOrder
 from graphpipe.strategy import Strategy
 
 Part = frozenset[int]
@@ -195,10 +196,12 @@ def check_strategy(strategy: Strategy, found: Estimate) -> None:
         inside = {graph.index[name] for name in stage.operators}
         after = set().union(*(reach[u] for u in inside))
         assert all(not (reach[u] & inside) for u in after - inside), "a path leaves a stage and comes back"
-    # C2: operators that feed another stage make an edge, and all edges lead forward.
+    # C2: operators that feed another stage make an edge, and all edges lead forward. In a chain each stage also follows
+    # the one before it.
     wanted = {(owner[v.producer], owner[c]) for v in graph.values for c in v.consumers}
     edges = {(e.source, e.target) for e in strategy.stages.edges}
-    assert edges == {(x, y) for x, y in wanted if x != y}
+    turns = set(itertools.pairwise(range(len(stages)))) if strategy.stages.order is StageOrder.CHAIN else set()
+    assert edges == {(x, y) for x, y in wanted if x != y} | turns
     assert all(x < y for x, y in edges)
     # C3: devices exist, and two stages share all of theirs or none.
     for stage in stages:
