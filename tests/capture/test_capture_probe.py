@@ -62,6 +62,17 @@ def test_classes(name: str, body: Callable[[Tensor], Tensor], expected: SampleCl
     assert class_of(name, body) == expected
 
 
+def test_attention_under_a_mask_that_mixes_samples() -> None:
+    def body(x: Tensor) -> Tensor:
+        heads = x.unsqueeze(1)
+        mask = (x @ x.transpose(1, 2)).amax(0)
+        return nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).mean()
+
+    graph, classification = probe(body)
+    assert {node.name for node in classification.batch_wise} == {"amax", "scaled_dot_product_attention"}
+    assert classification.classes[graph.loss] == MEAN
+
+
 def test_all_operations_around_a_mean_see_the_same_samples() -> None:
     graph, classification = probe(lambda x: (2 * x.mean(0)).square().sum())
     # x * scale is done sample by sample; the mean must be that of all samples before it is squared.

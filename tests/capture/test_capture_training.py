@@ -302,29 +302,6 @@ def test_buffers_are_written_once_a_step(assert_equal_training: Check) -> None:
     assert_equal_training(captured, model, batch, lambda m: m(batch))
 
 
-class Latents(nn.Module):
-    """Attention whose samples differ by their masks alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = nn.Parameter(torch.randn(1, 2, 3, 4))
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, mask: Tensor) -> Tensor:
-        found = functional.scaled_dot_product_attention(self.latents, self.latents, self.latents, attn_mask=mask)
-        return self.head(found).square().mean()
-
-
-def test_attention_that_depends_on_the_batch_by_its_mask(assert_equal_training: Check) -> None:
-    model = Latents()
-    captured = capture(model, torch.randn(4, 1, 3, 3))
-    batch = torch.randn(7, 1, 3, 3)
-    (value,) = captured.graph.values
-    assert captured.values[value.name].shape_for(5) == (5, 2, 3, 4)
-    assert batch_wise(captured) == []
-    assert_equal_training(captured, model, batch, lambda m: m(batch))
-
-
 class LowRank(nn.Module):
     """A weight computed from parameters, which two layers read."""
 

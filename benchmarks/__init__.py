@@ -1,0 +1,1 @@
+"""Measurements and simulations, one script a figure: ``python -m benchmarks NAME --json FILE``."""

@@ -1,0 +1,142 @@
+"""Two equal towers and a light joint loss on two real processes: as a graph of stages, and as a chain.
+
+Measured on this machine with one thread a process, over gloo. The stages, devices and micro-batches are the same in both:
+a tower on each device, and the loss with the second tower. As a chain each stage waits for the one before it, so with M
+micro-batches a balanced chain of two takes (M + 1) / M of the graph's time. Both run in one job and take turns; a figure
+is the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Figure
+
+MICRO_BATCHES = (2, 4)
+GOALS = {2: 1.4, 4: 1.2}
+WIDTH, DEPTH, MINI_BATCH_SIZE = 512, 6, 512
+ROUNDS, STEPS = 8, 3
+
+
+def run() -> list[Figure]:
+    """Start two processes and return the ratio for each number of micro-batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seconds.json"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.towers"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *launcher, str(path)], check=True, env=environment)
+        seconds = json.loads(path.read_text())
+    figures = []
+    for count in MICRO_BATCHES:
+        graph_s, chain_s = seconds[f"graph {count}"], seconds[f"chain {count}"]
+        ratio = chain_s / graph_s
+        ideal = (count + 1) / count
+        name = f"towers/{count}-micro-batches/graph_over_chain"
+        figures.append(
+            Figure(name=name, value=ratio, unit="ratio", goal=GOALS[count], paper=ideal, holds=ratio >= GOALS[count])
+        )
+        predicted = seconds[f"predicted {count}"]
+        figures.append(
+            Figure(
+                name=f"towers/{count}-micro-batches/measured_over_predicted", value=graph_s / predicted, unit="ratio"
+            )
+        )
+    return figures
+
+
+def worker(path: Path) -> None:
+    """Measure; every rank runs this."""
+    import torch
+    import torch.distributed as dist
+
+    from graphpipe.capture import capture
+    from graphpipe.cluster import Cluster
+    from graphpipe.cost import ADAM
+    from graphpipe.estimate import estimate
+    from graphpipe.profiler import measure_profile
+    from graphpipe.runtime.pipeline import Pipeline
+    from graphpipe.schedule import ModelCosts, kfkb
+    from graphpipe.stage import Stage, StageGraph, StageOrder
+    from graphpipe.strategy import Strategy
+
+    torch.set_num_threads(1)
+    model, batch = make_model()
+    captured = capture(model, batch)
+    sizes = [MINI_BATCH_SIZE // count for count in MICRO_BATCHES]
+    names = [o.name for o in captured.graph.operators]
+    left = tuple(n for n in names if n.startswith("left"))
+    right = tuple(n for n in names if n.startswith("right"))
+    head = tuple(n for n in names if n not in left + right)
+    cluster = Cluster.detect(2)
+    dist.init_process_group("gloo")
+    # Rank 0 measures alone, so that both ranks have the same profile.
+    if dist.get_rank() == 0:
+        measure_profile(captured, sizes, batch)
+    dist.barrier()
+    profile = measure_profile(captured, sizes, batch)
+    pipelines: dict[str, Pipeline] = {}
+    seconds: dict[str, Any] = {}
+    for count in MICRO_BATCHES:
+        for order in StageOrder:
+            stages = StageGraph(
+                captured.graph,
+                tuple(
+                    Stage(operators=part, micro_batch_size=MINI_BATCH_SIZE // count, devices=(device,))
+                    for part, device in ((left, 0), (right, 1), (head, 1))
+                ),
+                MINI_BATCH_SIZE,
+                order,
+            )
+            draft = Strategy(stages, kfkb(stages), profile, cluster, ADAM)
+            strategy = Strategy(stages, kfkb(stages, ModelCosts(draft.cost_model, stages)), profile, cluster, ADAM)
+            pipelines[f"{order.value} {count}"] = Pipeline(captured, strategy)
+            if order is StageOrder.GRAPH:
+                seconds[f"predicted {count}"] = estimate(strategy).iteration_s
+    times: dict[str, list[float]] = {name: [] for name in pipelines}
+    for turn in range(ROUNDS + 1):
+        for name, pipeline in pipelines.items():
+            for _ in range(STEPS):
+                dist.barrier()
+                start = time.perf_counter()
+                pipeline.forward_backward(batch)
+                if turn:  # The first turn warms up.
+                    times[name].append(time.perf_counter() - start)
+    seconds |= {name: statistics.median(found) for name, found in times.items()}
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_model() -> tuple[Any, dict[str, Any]]:
+    """Return two equal towers with a light joint loss, and a batch."""
+    import torch
+    from torch import nn
+
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.left, self.right = (
+                nn.Sequential(*(m for _ in range(DEPTH) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+                for _ in range(2)
+            )
+            self.head = nn.Linear(WIDTH, 1)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.head(self.left(a) * self.right(b)).square().mean()
+
+    torch.manual_seed(1)
+    return Towers(), {name: torch.randn(MINI_BATCH_SIZE, WIDTH) for name in ("a", "b")}
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))
