@@ -92,9 +92,15 @@ def test_an_idle_device_hears_the_loss() -> None:
     check(run_case("idle_device", 3))
 
 
-def test_spans_of_a_rank_do_not_overlap() -> None:
+def test_spans_of_a_rank_do_not_overlap_and_follow_what_they_need() -> None:
     result = run_case("replicas", 5)[0]
     for device in range(5):
         mine = [span for span in result["spans"] if span[0] == device]
         assert mine
         assert all(a[3] <= b[2] for a, b in pairwise(mine))
+    # All micro-batches of this chain have the same samples, so a forward pass follows those of the stage before it.
+    forwards = {(span[4], span[5], span[0]): span for span in result["spans"] if span[1] == "forward"}
+    assert len(forwards) == (2 + 1 + 1 + 1) * 8
+    for (stage, m, _), span in forwards.items():
+        before = [other for (s, n, _), other in forwards.items() if (s, n) == (stage - 1, m)]
+        assert all(other[3] <= span[2] for other in before)
