@@ -2,7 +2,7 @@
 
 Measured on this machine with one thread a process, over gloo. The stages, devices and micro-batches are the same in
 both: a tower on each device, and the loss with the second tower. As a chain each stage waits for the one before it, so
-with M micro-batches a balanced chain of two takes (M + 1) / M of the graph's time. Both run in one job and take turns; a
+with M micro-batches a balanced chain takes (M + 1) / M of the graph's time. Both run in one job and take turns; a
 figure is the ratio of the medians. Other work on the machine spoils the figures: the graph needs both cores.
 """
 
