@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 from graphpipe.cluster import Cluster
 from graphpipe.cost import SGD
@@ -68,9 +68,12 @@ def test_every_strategy_is_valid(problem: PlanningProblem) -> None:
     assert Strategy.from_json(json.loads(json.dumps(strategy.to_json()))).stages.stages == strategy.stages.stages
 
 
+# The same problems on every run: the search is exact for the bottleneck and a heuristic for the iteration time, so this
+# is a measure of its quality, not a law.
 @given(problems(SMALL, max_devices=3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_the_iteration_time_is_near_that_of_brute_force(problem: PlanningProblem) -> None:
+    assume(any(operator.has_backward for operator in problem.graph.operators))
     plans = sorted(all_plans(problem), key=lambda plan: plan.predicted.iteration_s)
     best_s = float("inf")
     for plan in plans:
