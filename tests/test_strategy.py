@@ -27,6 +27,13 @@ def test_a_strategy_survives_its_file(strategy: Strategy, tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["strategy.json"]
 
 
+def test_a_strategy_is_printed_in_short(strategy: Strategy) -> None:
+    first, *stages = str(strategy).splitlines()
+    assert first.startswith("test: 4 stages, at most 3 in sequence, on 4 of 4 devices, mini-batch of 8")
+    assert stages[0] == "  stage 0 on cpu0, cpu1: 1 operators, o0; 4 × 2 samples"
+    assert len(stages) == 4
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"kind": "graphpipe-strategy"}', "[" * 100_000])
 def test_a_file_that_is_no_strategy_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(text)

@@ -60,6 +60,25 @@ class Strategy:
         # Built here so that a profile of another graph is refused at once.
         assert self.cost_model.graph is self.graph
 
+    def __str__(self) -> str:
+        """Return a line about the whole and one a stage; `graphpipe show` prints more."""
+        stages = self.stages
+        seconds = self.notes.get("iteration_s")
+        time = f", {1e3 * seconds:.3g} ms an iteration predicted" if isinstance(seconds, float) else ""
+        lines = [
+            f"{self.graph.name}: {len(stages.stages)} stages, at most {stages.depth} in sequence, on "
+            f"{len(stages.devices)} of {len(self.cluster)} devices, mini-batch of {self.mini_batch_size}{time} ({self.planner})"
+        ]
+        for x, stage in enumerate(stages.stages):
+            first, last = stage.operators[0], stage.operators[-1]
+            names = first if first == last else f"{first} to {last}"
+            devices = ", ".join(self.cluster.devices[d].name for d in stage.devices)
+            size, count = stage.micro_batch_size, stages.num_micro_batches(x)
+            lines.append(
+                f"  stage {x} on {devices}: {len(stage.operators)} operators, {names}; {count} × {size} samples"
+            )
+        return "\n".join(lines)
+
     @property
     def graph(self) -> ComputationGraph:
         """The computation graph that the stages are made of."""
