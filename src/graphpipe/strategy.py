@@ -65,10 +65,12 @@ class Strategy:
         stages = self.stages
         seconds = self.notes.get("iteration_s")
         time = f", {1e3 * seconds:.3g} ms an iteration predicted" if isinstance(seconds, float) else ""
-        lines = [
+        head = (
             f"{self.graph.name}: {len(stages.stages)} stages, at most {stages.depth} in sequence, on "
-            f"{len(stages.devices)} of {len(self.cluster)} devices, mini-batch of {self.mini_batch_size}{time} ({self.planner})"
-        ]
+            f"{len(stages.devices)} of {len(self.cluster)} devices, "
+            f"mini-batch of {self.mini_batch_size}{time} ({self.planner})"
+        )
+        lines = [head]
         for x, stage in enumerate(stages.stages):
             first, last = stage.operators[0], stage.operators[-1]
             names = first if first == last else f"{first} to {last}"
