@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import run
+
+pytestmark = pytest.mark.distributed
+
+
+def test_towers_writes_its_figures(tmp_path: Path) -> None:
+    done = run([sys.executable, "-m", "benchmarks", "towers", "--json", str(tmp_path / "towers.json")])
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "towers.json").read_text())["figures"]
+    assert {f["name"] for f in figures} == {
+        f"towers/{count}-micro-batches/{what}"
+        for count in (2, 4)
+        for what in ("graph_over_chain", "measured_over_predicted")
+    }
+    for figure in figures:
+        assert set(figure) == {"name", "value", "unit", "goal", "paper", "holds"}
+        assert figure["value"] > 0
+        assert figure["holds"] == (figure["goal"] is None or figure["value"] >= figure["goal"])

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from graphpipe.api import Verification, _error, profile_sizes
+
+
+def test_a_verification_holds_only_within_its_tolerance() -> None:
+    good = Verification(1.0, 1.0 + 1e-12, {"a": 1e-12, "b": 3e-12}, 1e-9)
+    assert good.holds
+    assert good.worst == ("b", 3e-12)
+    assert not Verification(1.0, 1.001, {"a": 0.0}, 1e-9).holds
+    assert not Verification(1.0, 1.0, {"a": 1e-8}, 1e-9).holds
+    assert not Verification(1.0, 1.0, {"a": math.inf}, 1e-9).holds
+
+
+def test_a_gradient_is_compared_on_its_own_scale_or_on_the_floor() -> None:
+    expected = torch.tensor([2.0, -4.0])
+    assert _error(expected + torch.tensor([0.0, 0.4]), expected, 0.0) == pytest.approx(0.1, rel=1e-6)
+    # Zero but for rounding: on the scale of the other gradients.
+    assert _error(torch.tensor([2e-9]), torch.tensor([1e-9]), 1.0) < 1e-8
+    assert _error(None, expected, 0.0) == math.inf
+    assert _error(None, torch.zeros(2), 0.0) == 0.0
+    assert _error(torch.zeros(2), None, 0.0) == 0.0
+
+
+def test_a_profile_has_powers_of_two_and_what_was_asked_for() -> None:
+    assert profile_sizes(96, (24, 48)) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)
+    assert profile_sizes(1) == (1,)
