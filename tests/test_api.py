@@ -23,6 +23,7 @@ def test_a_gradient_is_compared_on_its_own_scale_or_on_the_floor() -> None:
     # Zero but for rounding: on the scale of the other gradients.
     assert _error(torch.tensor([2e-9]), torch.tensor([1e-9]), 1.0) < 1e-8
     assert _error(None, expected, 0.0) == math.inf
+    assert _error(torch.tensor([math.nan, -4.0]), expected, 0.0) == math.inf
     assert _error(None, torch.zeros(2), 0.0) == 0.0
     assert _error(torch.zeros(2), None, 0.0) == 0.0
 

@@ -92,3 +92,9 @@ def test_a_replica_without_samples_has_no_task() -> None:
     program: Program = lower(stages, kfkb(stages))
     counts = [sum(isinstance(i, Compute) for i in instructions) for instructions in program.instructions]
     assert sorted(counts) == [2, 4]
+
+
+def test_a_sound_order_is_not_refused_for_gradients_that_are_taken_late() -> None:
+    # Device 0 holds the end of both paths; awaiting its gradients early would let device 1 wait for itself.
+    stages = make_stages([(0, 1), (1, 2), (0, 2)], mini_batch_size=8, sizes=(1, 8, 1), devices=[(1,), (0,), (0,)])
+    lower(stages, kfkb(stages))

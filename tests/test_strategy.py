@@ -65,7 +65,7 @@ PATHS = [p for p in _paths(BASE) if p[0] not in ("notes", "planner") and p[-1] n
 @settings(max_examples=300, deadline=None)
 @given(
     path=st.sampled_from(PATHS),
-    junk=st.sampled_from([None, -1, 10**9, "x", [], {}, float("nan"), "0F9", [[[]]], True]),
+    junk=st.sampled_from([None, -1, 10**9, "x", [], {}, float("nan"), float("inf"), "0F9", [[[]]], True]),
 )
 def test_a_damaged_strategy_is_refused_or_still_consistent(path: tuple[Any, ...], junk: Any) -> None:
     data = json.loads(json.dumps(BASE))

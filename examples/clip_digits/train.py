@@ -2,7 +2,7 @@
 
 ::
 
-    torchrun --nproc-per-node 2 train.py --strategy strategy.json --report report.html
+    torchrun --nproc-per-node 2 train.py --strategy strategy.json --out .
 
 `demo.py` runs it too, with a chain of stages to compare with.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,8 @@ class Verification:
     @property
     def loss_error(self) -> float:
         """The difference of the losses, relative to the single process's where that is above 1."""
-        return abs(self.loss - self.reference_loss) / max(1.0, abs(self.reference_loss))
+        error = abs(self.loss - self.reference_loss) / max(1.0, abs(self.reference_loss))
+        return error if math.isfinite(error) else math.inf
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -208,4 +210,5 @@ def _error(found: Tensor | None, expected: Tensor | None, floor: float) -> float
         other = found if expected is None else expected
         return 0.0 if other is None or not other.any() else float("inf")
     scale = max(float(expected.abs().max()), floor, torch.finfo(expected.dtype).tiny)
-    return float((found - expected).abs().max()) / scale
+    error = float((found - expected).abs().max()) / scale
+    return error if math.isfinite(error) else math.inf

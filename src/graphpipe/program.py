@@ -161,6 +161,20 @@ def lower(
     """
     if receive_window < 1 or send_window < 1:
         raise ValueError(f"windows need at least 1 pass, got {receive_window} and {send_window}")
+    program = _lower(stages, schedule, num_devices, receive_window, send_window)
+    try:
+        check_deadlock(program)
+    except DeadlockError:
+        # The order may be sound and only the wait for gradients that are on their way be in the circle: a device that
+        # takes them late lets others wait that it needs itself. Then they are awaited when the mini-batch ends.
+        program = _lower(stages, schedule, num_devices, receive_window, stages.mini_batch_size)
+        check_deadlock(program)
+    return program
+
+
+def _lower(
+    stages: StageGraph, schedule: Schedule, num_devices: int | None, receive_window: int, send_window: int
+) -> Program:
     count = max(num_devices or 0, max(stages.devices) + 1)
     incoming, outgoing = _messages(stages)
     reductions = _reductions(stages)
@@ -170,9 +184,7 @@ def lower(
             lowering = _DeviceLowering(stages, replica, incoming, outgoing, receive_window, send_window)
             ending: list[Instruction] = [r for r in reductions if device in r.devices]
             programs[device] = (*lowering.lower(order.tasks), *ending, OptimizerStep())
-    program = Program(stages, tuple(programs))
-    check_deadlock(program)
-    return program
+    return Program(stages, tuple(programs))
 
 
 _ByTask = dict[tuple[Task, int], list[Message]]

@@ -160,7 +160,7 @@ class Strategy:
             )
         except KeyError as error:
             raise StrategyError(f"the strategy is damaged: field {error} is missing; plan again") from error
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
+        except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
             raise StrategyError(f"the strategy is damaged: {error}; plan again") from error
 
     def save(self, path: str | Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,4 +95,5 @@ def compare(
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference over the largest expected entry."""
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+    return error if math.isfinite(error) else math.inf

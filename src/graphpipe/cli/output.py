@@ -32,6 +32,7 @@ def write_text(path: Path, text: str) -> None:
         draft.write_text(text)
         draft.replace(path)
     except OSError as error:
+        draft.unlink(missing_ok=True)
         raise GraphPipeError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 
 

@@ -44,6 +44,8 @@ def command(
     for path in (trace, report, save):
         if path is not None and not path.parent.is_dir():
             raise GraphPipeError(f"there is no folder {str(path.parent)!r} to write {path.name!r} to")
+        if path is not None and path.is_dir():
+            raise GraphPipeError(f"{str(path)!r} is a folder; name a file in it")
     if not is_worker():
         options = {"--trace": trace, "--report": report, "--save": save}
         given = [text for name, path in options.items() if path is not None for text in (name, str(path))]

@@ -94,7 +94,8 @@ class Pipeline:
     def _build(self, source: StageSource) -> None:
         self.strategy.check_model(source.graph)
         join(self.strategy, self._timeout)
-        check_agreement("models or strategies", _digest(self.strategy))
+        check_agreement("strategies", _digest(self.strategy), "load the same strategy")
+        check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
         program = self._program(self.strategy.mini_batch_size)
         groups = [i.devices for instructions in program.instructions for i in instructions if isinstance(i, AllReduce)]
         transport = GlooTransport(groups, self._timeout)
@@ -140,6 +141,7 @@ class Pipeline:
         assert self._executor is not None and self._source is not None
         inputs = self._source.flatten_batch(batch)
         count = self._source.num_samples(inputs)
+        self._check_counts(count)
         program = self._program(count)
         if not self._batches_agree:
             self._check_batches(inputs)
@@ -148,6 +150,18 @@ class Pipeline:
         loss = self._executor.run(program, inputs, optimizer_step)
         self._executor.transport.all_reduce(range(dist.get_world_size()), loss)
         return StepResult(float(loss), count)
+
+    def _check_counts(self, count: int) -> None:
+        """Check that all ranks were given as many samples, before any message of another size is on its way."""
+        counts = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        counts[rank()] = count
+        self._built().transport.all_reduce(range(len(counts)), counts)
+        for other, found in enumerate(counts.tolist()):
+            if found != counts[0]:
+                raise BatchError(
+                    f"rank 0 was given a batch of {int(counts[0])} samples and rank {other} one of {found}; every rank "
+                    "needs the same batch"
+                )
 
     def _check_batches(self, inputs: Mapping[str, Tensor]) -> None:
         """Check once that all ranks were given the same batch.
@@ -251,6 +265,13 @@ def tensor_digest(tensor: Tensor) -> str:
 def _digest(strategy: Strategy) -> str:
     text = json.dumps(strategy.to_json(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _parameters_digest(source: StageSource) -> str:
+    """Return a hash of all parameters: replicas and tied copies must start equal to stay so."""
+    whole = source.stage_module([operator.name for operator in source.graph.operators])
+    digests = sorted((name, tensor_digest(parameter)) for name, parameter in whole.named_parameters())
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def _broadcast_text(text: str, source: int) -> str:

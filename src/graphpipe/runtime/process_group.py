@@ -47,7 +47,7 @@ def join(strategy: Strategy, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> N
     dist.init_process_group("gloo", timeout=timeout)
 
 
-def check_agreement(what: str, digest: str) -> None:
+def check_agreement(what: str, digest: str, way_out: str) -> None:
     """Check that every process has the same of something, by its digest of hexadecimal digits.
 
     Raises:
@@ -58,7 +58,4 @@ def check_agreement(what: str, digest: str) -> None:
     dist.all_gather(theirs, mine)
     for other, found in enumerate(theirs):
         if not torch.equal(found, theirs[0]):
-            raise StrategyError(
-                f"ranks 0 and {other} have different {what}; build the model in the same way and load the same "
-                "strategy on every rank"
-            )
+            raise StrategyError(f"ranks 0 and {other} have different {what}; {way_out} on every rank")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -96,8 +95,3 @@ class GlooTransport:
 
 def _tag(message: Message, channel: Channel) -> int:
     return 2 * message.tag + int(channel)
-
-
-def empty_contiguous(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a fresh buffer for a message."""
-    return torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -139,7 +139,8 @@ class _Player:
             task = self._choose(g, now)
             if task is None:
                 continue
-            samples = len(self.stages.replica_samples(task.stage, task.micro_batch, 0)) or 1
+            whole = len(self.stages.micro_batch(task.stage, task.micro_batch))
+            samples = -(-whole // self.stages.stages[task.stage].num_replicas)  # The largest share.
             finish = now + self.costs.compute_s(task.stage, task.phase, samples)
             free_s[g] = finish
             self.finish_s[task] = finish
