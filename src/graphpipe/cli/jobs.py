@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from graphpipe.api import Job
 
@@ -26,18 +28,22 @@ def batches(job: Job, mini_batch_size: int) -> Iterator[Any]:
             return
 
 
-def tile(tree: Any, num_samples: int) -> Any:
-    """Return a batch whose tensors repeat their samples along axis 0 until there are `num_samples`."""
-    if isinstance(tree, Tensor):
-        if tree.dim() == 0:
-            return tree
-        repeats = -(-num_samples // len(tree))
-        return torch.cat([tree] * repeats)[:num_samples]
-    if isinstance(tree, Mapping):
-        return {name: tile(value, num_samples) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(tile(value, num_samples) for value in tree)
-    return tree
+def tile(batch: Any, num_samples: int) -> Any:
+    """Return a batch whose samples are repeated or cut to `num_samples`.
+
+    As in capture, the samples are along axis 0 of the tensors whose axis 0 has the most common size; others are kept.
+    """
+    sizes = Counter(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    if not sizes:
+        return batch
+    count = sizes.most_common(1)[0][0]
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != count or count == 0:
+            return leaf
+        return torch.cat([leaf] * -(-num_samples // count))[:num_samples]
+
+    return pytree.tree_map(resized, batch)
 
 
 def default_optimizer(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
