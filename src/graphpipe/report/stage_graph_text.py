@@ -46,7 +46,10 @@ def stage_graph_text(strategy: Strategy, *, max_width: int = MAX_WIDTH) -> str:
         columns = _columns(layers, width)
         right = max(columns[u] + (width + 1) // 2 for u in range(len(strategy.stages.stages)))
         if max(right, max(columns) + 1) <= max_width:
-            return _Picture(strategy, layers, columns, width).text()
+            picture = _Picture(strategy, layers, columns, width).text()
+            # The label of an arrow may stand out beyond the boxes.
+            if max(map(len, picture.split("\n"))) <= max_width:
+                return picture
     return _listing(strategy, layers, max_width)
 
 
