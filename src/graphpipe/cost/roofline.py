@@ -87,7 +87,7 @@ def _gpu(
 
 # Peak fp32 TFLOP/s, streaming multiprocessors, GB/s, GB:
 _KINDS = (
-    # Unverified: the figures of the GPUs below were written from memory. Check them against the documents that are named
+    # Unverified: the figures of the GPUs below were written from memory. Check them against the documents named here
     # before a result that rests on them is quoted.
     # NVIDIA Tesla V100 data sheet (SXM2) and white paper WP-08608-001. The device of the GraphPipe paper.
     _gpu("V100-16GB", 15.7, 80, 900, 16),
