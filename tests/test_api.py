@@ -15,6 +15,7 @@ def test_a_verification_holds_only_within_its_tolerance() -> None:
     assert not Verification(1.0, 1.001, {"a": 0.0}, 1e-9).holds
     assert not Verification(1.0, 1.0, {"a": 1e-8}, 1e-9).holds
     assert not Verification(1.0, 1.0, {"a": math.inf}, 1e-9).holds
+    assert Verification(math.nan, 1.0, {}, 1e-9).loss_error == math.inf
 
 
 def test_a_gradient_is_compared_on_its_own_scale_or_on_the_floor() -> None:

@@ -66,6 +66,21 @@ def failing():
         yield batch()
     return gp.Job(model=Towers(), example_batch=batch(), batches=batches)
 
+def differently_built():
+    import os
+    job = good()
+    with torch.no_grad():
+        job.model.head.bias.fill_(float(os.environ["RANK"]))
+    return job
+
+def of_another_size():
+    import os
+    rows = 4 if os.environ["RANK"] == "1" else 8
+    def batches():
+        yield batch()
+        yield {name: tensor[:rows] for name, tensor in batch().items()}
+    return gp.Job(model=Towers(), example_batch=batch(), batches=batches)
+
 def branching():
     return Branching(), {"a": torch.randn(8, 8)}
 """
@@ -101,6 +116,8 @@ def graphpipe(folder: Path, arguments: str) -> subprocess.CompletedProcess[str]:
         ("train strategy.json --model jobs:branching", "if a.sum() > 0 else a.mean()`"),
         ("train strategy.json --model jobs:misspelt_later", "the batch has no input `b`"),
         ("train strategy.json --model jobs:shuffled", "ranks 0 and 1 were given different tensors for input"),
+        ("train strategy.json --model jobs:differently_built", "ranks 0 and 1 have different parameters"),
+        ("train strategy.json --model jobs:of_another_size", "a batch of 8 samples and rank 1 one of 4"),
         ("train strategy.json --model jobs:failing --save new.json", "the loader of rank 1 broke"),
     ],
 )

@@ -12,6 +12,7 @@ from graphpipe.report.stage_graph_text import _tracks as tracks
 from graphpipe.strategy import Strategy
 from tests.report.graphs import drawn_strategies
 from tests.report.samples import chain, diamond, strategy_of
+from tests.stage_graphs import make_stages, make_strategy
 
 
 def stages_in(text: str) -> list[int]:
@@ -151,3 +152,13 @@ def test_many_branches_or_stages_become_a_list() -> None:
 def test_too_narrow_a_terminal_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 20 columns, got 19"):
         stage_graph_text(diamond(), max_width=19)
+
+
+@pytest.mark.parametrize("num_branches", [1, 2, 4])
+def test_labels_of_arrows_stay_within_every_width(num_branches: int) -> None:
+    # The arrow below the rightmost box has its label to the right, beyond a narrow box.
+    branches = [(i, num_branches + i) for i in range(num_branches)]
+    strategy = make_strategy(make_stages(branches, mini_batch_size=2, value_bytes=200_000))
+    for width in range(20, 121):
+        lines = stage_graph_text(strategy, max_width=width).split("\n")
+        assert max(map(len, lines)) <= width
