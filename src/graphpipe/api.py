@@ -19,7 +19,8 @@ from graphpipe.errors import GraphPipeError
 from graphpipe.planner.base import Planner, PlanningProblem, check_sizes
 from graphpipe.planner.graphpipe import GraphPipePlanner
 from graphpipe.profiler import measure_profile
-from graphpipe.runtime.pipeline import LossFunction, OptimizerFactory, Pipeline
+from graphpipe.runtime.pipeline import LossFunction, Pipeline
+from graphpipe.runtime.update import LRSchedulerFactory, OptimizerFactory
 from graphpipe.strategy import Strategy
 
 __all__ = ["Job", "Verification", "plan", "verify"]
@@ -38,6 +39,8 @@ class Job:
         example_batch: A batch of at least two samples, to capture the model with.
         loss_fn: ``loss_fn(output, batch)``; None for a model that returns its loss.
         optimizer: Makes the optimizer from (name, parameter) pairs; by default AdamW with a learning rate of 1e-3.
+        lr_scheduler: Makes the learning-rate schedule from the optimizer; stepped after every step.
+        max_gradient_norm: The largest norm of all gradients together; None to clip nothing.
         batches: Makes the batches to train with; every rank gets the same ones.
     """
 
@@ -45,6 +48,8 @@ class Job:
     example_batch: Any
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
+    lr_scheduler: LRSchedulerFactory | None = None
+    max_gradient_norm: float | None = None
     batches: Callable[[], Iterable[Any]] | None = None
 
 

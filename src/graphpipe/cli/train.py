@@ -69,6 +69,8 @@ def command(
         strategy,
         loss_fn=job.loss_fn,
         optimizer=job.optimizer or default_optimizer,
+        lr_scheduler=job.lr_scheduler,
+        max_gradient_norm=job.max_gradient_norm,
         example_batch=job.example_batch,
     )
     _train(pipeline, islice(batches(job, strategy.mini_batch_size), steps), steps, log_every)

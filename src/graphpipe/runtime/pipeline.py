@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphpipe.capture import capture
 from graphpipe.errors import BatchError, GraphPipeError
@@ -22,11 +23,19 @@ from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, jo
 from graphpipe.runtime.resize import resized
 from graphpipe.runtime.stages import StageSource
 from graphpipe.runtime.transport import GlooTransport
+from graphpipe.runtime.update import (
+    LRSchedulerFactory,
+    OptimizerFactory,
+    Update,
+    UpdateResult,
+    checked_norm,
+    counted_parameters,
+    make_optimizer,
+)
 from graphpipe.strategy import Strategy
 from graphpipe.trace import Span, SpanKind, Trace, TraceSource
 
 LossFunction = Callable[[Any, Any], Tensor]
-OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 _SPAN_KINDS = tuple(SpanKind)
 
@@ -38,10 +47,13 @@ class StepResult:
     Attributes:
         loss: The loss of the whole mini-batch, the same number on every rank.
         num_samples: The samples of the mini-batch.
+        gradient_norm: The 2-norm of all gradients of the model before clipping; None where nothing is clipped, or the
+            parameters were left as they are.
     """
 
     loss: float
     num_samples: int
+    gradient_norm: float | None = None
 
 
 class Pipeline:
@@ -56,13 +68,20 @@ class Pipeline:
         strategy: From `graphpipe.plan` for this model.
         loss_fn: As it was given to `graphpipe.plan`.
         optimizer: Makes the optimizer of this rank from its (name, parameter) pairs, under their original names. Every
-            optimizer of torch takes such pairs. Without one, `step` leaves the parameters as they are.
+            optimizer of torch takes such pairs. In parameter groups put the parameters alone: a rank may have none of
+            a group, and torch takes no empty group among those with names. Without an optimizer, `step` leaves the
+            parameters as they are.
+        lr_scheduler: Makes the learning-rate schedule of this rank's optimizer. It is stepped after every step of the
+            optimizer; `ReduceLROnPlateau` needs a metric, so you step it: ``pipeline.lr_scheduler.step(metric)``.
+        max_gradient_norm: Scales all gradients of the model down together where their norm over all ranks is larger,
+            each parameter counted once; ``math.inf`` only measures it.
         example_batch: A batch to capture the model with.
         timeout: After this long without an answer from another process a rank gives up.
 
     Raises:
         StrategyError: The strategy is for another model or number of processes.
         CaptureError: The model cannot be captured.
+        ValueError: `max_gradient_norm` is not above zero, or there is a schedule without an optimizer.
     """
 
     def __init__(
@@ -72,13 +91,22 @@ class Pipeline:
         *,
         loss_fn: LossFunction | None = None,
         optimizer: OptimizerFactory | None = None,
+        lr_scheduler: LRSchedulerFactory | None = None,
+        max_gradient_norm: float | None = None,
         example_batch: Any = None,
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         self.strategy = strategy
+        if lr_scheduler is not None and optimizer is None:
+            raise ValueError("a learning-rate schedule needs an optimizer; give optimizer= as well")
         self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: LRScheduler | None = None
         self._loss_fn = loss_fn
         self._make_optimizer = optimizer
+        self._make_lr_scheduler = lr_scheduler
+        self._max_gradient_norm = checked_norm(max_gradient_norm)
+        self._update: Update | None = None
+        self._has_accumulated = False
         self._timeout = timeout
         self._programs: dict[int, Program] = {}
         self._source: StageSource | None = None
@@ -108,7 +136,17 @@ class Pipeline:
         self._executor = Executor(rank(), source, modules, transport, WallClock())
         trainable = [(name, p) for name, p in self._executor.parameters.items() if p.requires_grad]
         if self._make_optimizer is not None and trainable:
-            self.optimizer = self._make_optimizer(trainable)
+            self.optimizer = make_optimizer(self._make_optimizer, trainable)
+            if self._make_lr_scheduler is not None:
+                self.lr_scheduler = self._make_lr_scheduler(self.optimizer)
+        self._update = Update(
+            self._executor.parameters,
+            counted_parameters(self.strategy.stages, rank()),
+            lambda tensor: transport.all_reduce(range(dist.get_world_size()), tensor),
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            max_gradient_norm=self._max_gradient_norm,
+        )
         _warm_up_autograd()
 
     def _program(self, mini_batch_size: int) -> Program:
@@ -120,6 +158,8 @@ class Pipeline:
     def step(self, batch: Any) -> StepResult:
         """Train on one mini-batch: forward and backward passes, the sum over replicas, the optimizer.
 
+        Gradients that `accumulate` has gathered since the last update are part of it.
+
         Args:
             batch: The whole mini-batch, the same on every rank. It may have another number of samples than the
                 strategy's mini-batch.
@@ -128,13 +168,37 @@ class Pipeline:
             BatchError: The batch does not have the inputs that the model was captured with.
             GraphPipeError: A task failed.
         """
-        return self._run(batch, self._optimizer_step)
+        return self._run(batch, keeps=self._has_accumulated, updates=True)
 
     def forward_backward(self, batch: Any) -> StepResult:
-        """Compute the loss and the gradients of one mini-batch and leave the parameters as they are."""
-        return self._run(batch, None)
+        """Compute the loss and the gradients of one mini-batch and leave the parameters as they are.
 
-    def _run(self, batch: Any, optimizer_step: Callable[[], None] | None) -> StepResult:
+        Gradients that were there before are dropped, those of `accumulate` as well.
+        """
+        return self._run(batch, keeps=False, updates=False)
+
+    def accumulate(self, batch: Any) -> StepResult:
+        """Add the gradients of one mini-batch to those since the last update, and leave the parameters as they are.
+
+        As with ``backward`` in a loop, gradients are summed, not averaged: for the mean over `n` mini-batches, divide
+        the loss by `n`.
+        """
+        result = self._run(batch, keeps=self._has_accumulated, updates=False)
+        self._has_accumulated = True
+        return result
+
+    def update(self) -> UpdateResult:
+        """Clip the gradients and step the optimizer and the schedule. All ranks must call this.
+
+        The gradients stay until the next mini-batch, which starts afresh.
+        """
+        self._built()
+        assert self._update is not None
+        result = self._update.apply()
+        self._has_accumulated = False
+        return result
+
+    def _run(self, batch: Any, *, keeps: bool, updates: bool) -> StepResult:
         if self._executor is None or self._source is None:
             assert isinstance(self._model, nn.Module)
             self._build(capture(self._model, batch, loss_fn=self._loss_fn))
@@ -145,11 +209,26 @@ class Pipeline:
         program = self._program(count)
         if not self._batches_agree:
             self._check_batches(inputs)
+        before = {n: p.grad for n, p in self._executor.parameters.items() if keeps and p.grad is not None}
         for parameter in self._executor.parameters.values():
             parameter.grad = None
-        loss = self._executor.run(program, inputs, optimizer_step)
+        finished: list[UpdateResult] = []
+
+        def finish() -> None:
+            self._add_gradients(before)
+            finished.append(self.update() if updates else UpdateResult())
+
+        loss = self._executor.run(program, inputs, finish if updates else None)
+        if not finished:  # also on a rank without a stage, whose program is empty
+            finish()
         self._executor.transport.all_reduce(range(dist.get_world_size()), loss)
-        return StepResult(float(loss), count)
+        return StepResult(float(loss), count, finished[0].gradient_norm)
+
+    def _add_gradients(self, before: Mapping[str, Tensor]) -> None:
+        """Add gradients of earlier mini-batches, which the sum over replicas must not see a second time."""
+        for name, gradient in before.items():
+            parameter = self._built().parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _check_counts(self, count: int) -> None:
         """Check that all ranks were given as many samples, before any message of another size is on its way."""
@@ -182,10 +261,6 @@ class Pipeline:
                         "the same batch: make it with the same seed, and shuffle it in the same way, on all of them"
                     )
         self._batches_agree = True
-
-    def _optimizer_step(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -1,0 +1,54 @@
+"""Optimizers, precision and data on real processes, beside one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import run_case
+
+pytestmark = pytest.mark.distributed
+RELATIVE = 1e-9
+
+
+@pytest.fixture(scope="module")
+def updates() -> list[dict[str, Any]]:
+    """Return what each of three ranks found in the cases about updates, run in one job."""
+    return run_case("training_cases.updates", 3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "three and four",
+        "replicas",
+        "tied",
+        "tied on one rank",
+        "tied with replicas",
+        "groups",
+        "accumulation",
+        "measured",
+    ],
+)
+def test_an_update_is_that_of_one_process(updates: list[dict[str, Any]], case: str) -> None:
+    for result in (r[case] for r in updates):
+        assert result["error"] < RELATIVE
+        assert result["copies_equal"]
+        assert result["norms"] == updates[0][case]["norms"]
+        if result["expected_norms"]:
+            assert result["norms"] == pytest.approx(result["expected_norms"], rel=RELATIVE)
+        if result["rates"]:
+            assert result["rates"] == pytest.approx(result["expected_rates"])
+
+
+@pytest.mark.parametrize("case", ["three and four", "replicas"])
+def test_clipping_sees_the_gradients_of_all_ranks_once(updates: list[dict[str, Any]], case: str) -> None:
+    # C05: gradients of 3 and 4 have norm 5, and both are divided by 5.
+    for result in (r[case] for r in updates):
+        assert result["norms"] == pytest.approx([5.0], rel=RELATIVE)
+        assert result["small_gradients"] == pytest.approx({"a.weight": 0.6, "b.weight": 0.8}, rel=1e-6)
+
+
+def test_a_rank_may_have_none_of_a_group(updates: list[dict[str, Any]]) -> None:
+    assert [r["groups"]["group_sizes"] for r in updates] == [[2, 2, 0], [1, 0, 1], [1, 1, 0]]

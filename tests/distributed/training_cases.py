@@ -1,0 +1,159 @@
+"""What each rank does in a case about optimizers, precision and data. Every model is captured as a user's would be."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from graphpipe.capture import capture, eager_loss
+from graphpipe.runtime.pipeline import LossFunction, Pipeline
+from tests.distributed.cases import Chain, batch_of, mean_square
+from tests.distributed.parity import Part, hand_made, relative, sgd
+
+
+class TwoScales(nn.Module):
+    """The mean of ``a * left + b * right``, whose gradients are the means of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return (self.a(left) + self.b(right)).mean()
+
+
+class Tied(nn.Module):
+    """An embedding whose table is also the last layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.middle, self.head = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.tanh(self.middle(self.table(ids)))
+        return functional.cross_entropy(self.head(hidden), labels)
+
+
+def ids_of(num_samples: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randint(0, 11, (num_samples,), generator=generator) for name in ("ids", "labels")}
+
+
+def train_both(
+    model: nn.Module,
+    parts: Sequence[Part],
+    batches: Sequence[Any],
+    *,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    loss_fn: LossFunction | None = None,
+    lr_scheduler: Any = None,
+    max_gradient_norm: float | None = None,
+    accumulated: int = 1,
+    num_devices: int = 0,
+) -> dict[str, Any]:
+    """Train by a strategy and in one process with torch's own clipping and schedule; return what differs."""
+    alone = copy.deepcopy(model)
+    captured = capture(model, batches[0], loss_fn=loss_fn)
+    size = captured.num_samples(captured.flatten_batch(batches[0]))
+    pipeline = Pipeline(
+        captured,
+        hand_made(captured, parts, size, num_devices=num_devices),
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        max_gradient_norm=max_gradient_norm,
+    )
+    reference = optimizer(list(alone.named_parameters()))
+    schedule = None if lr_scheduler is None else lr_scheduler(reference)
+    errors, norms, expected_norms, rates = 0.0, [], [], []
+    for start in range(0, len(batches), accumulated):
+        group = batches[start : start + accumulated]
+        reference.zero_grad(set_to_none=True)
+        for batch in group:
+            eager_loss(alone, batch, loss_fn).backward()
+        if max_gradient_norm is not None:
+            expected_norms.append(float(nn.utils.clip_grad_norm_(alone.parameters(), max_gradient_norm)))
+        reference.step()
+        if schedule is not None:
+            schedule.step()
+        for batch in group[:-1]:
+            pipeline.accumulate(batch)
+        norms.append(pipeline.step(group[-1]).gradient_norm)
+        gradients, parameters = pipeline.gather_gradients(), pipeline.gather_parameters()
+        for name, parameter in alone.named_parameters():
+            if parameter.grad is not None:
+                errors = max(errors, relative(gradients[name], parameter.grad))
+            errors = max(errors, relative(parameters[name], parameter.detach()))
+        copies = all(torch.equal(parameters[n], p.detach()) for n, p in pipeline.parameters.items())
+        if pipeline.optimizer is not None:
+            rates = [group["lr"] for group in pipeline.optimizer.param_groups]
+    return {
+        "error": errors,
+        "copies_equal": copies,
+        "norms": norms,
+        "expected_norms": expected_norms,
+        "rates": rates,
+        "group_sizes": []
+        if pipeline.optimizer is None
+        else [len(g["params"]) for g in pipeline.optimizer.param_groups],
+        "expected_rates": [group["lr"] for group in reference.param_groups],
+        "small_gradients": {n: float(g) for n, g in gradients.items() if g.numel() == 1},
+    }
+
+
+def updates() -> dict[str, Any]:
+    """Clipping, schedules, parameter groups and accumulation on three processes, one of them idle at times."""
+    scales = {"left": torch.full((4, 1), 3.0), "right": torch.full((4, 1), 4.0)}
+    ids = [ids_of(8, seed) for seed in range(5)]
+    chain = [batch_of(8, seed=seed) for seed in range(6)]
+    first_last = [("table", 2, (0,)), ("middle", 4, (1,)), ("", 4, (2,))]
+    around = [("table", 2, (0,)), ("middle", 4, (1,)), ("", 4, (0,))]
+    two_first = [("table", 4, (0, 1)), ("", 4, (2,))]
+    replicated = [("a b", 4, (0, 1)), ("", 4, (2,))]
+    four = [("a b", 2, (0,)), ("c", 2, (1,)), ("", 4, (2,))]
+    return {
+        "three and four": train_both(
+            TwoScales(), [("a", 2, (0,)), ("", 2, (1,))], [scales], max_gradient_norm=1.0, num_devices=3
+        ),
+        "replicas": train_both(TwoScales(), [("a", 2, (0, 1)), ("", 2, (2,))], [scales], max_gradient_norm=1.0),
+        "tied": train_both(Tied(), first_last, ids, optimizer=adamw, max_gradient_norm=0.5),
+        "tied on one rank": train_both(Tied(), around, ids, max_gradient_norm=0.5, num_devices=3),
+        "tied with replicas": train_both(Tied(), two_first, ids, optimizer=adamw, max_gradient_norm=0.5),
+        "groups": train_both(Chain(), four, chain, loss_fn=mean_square, optimizer=grouped, lr_scheduler=warm_up),
+        "accumulation": train_both(
+            Chain(), replicated, chain, loss_fn=mean_square, max_gradient_norm=0.1, accumulated=3
+        ),
+        "measured": train_both(Chain(), four, chain, loss_fn=mean_square, max_gradient_norm=math.inf),
+    }
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    """Biases without weight decay, and layer c with a learning rate of its own: no rank has all of the groups."""
+    pairs = list(parameters)
+    return torch.optim.SGD(
+        [
+            {"params": [p for n, p in pairs if n.endswith("bias")], "weight_decay": 0.0},
+            {"params": [p for n, p in pairs if n.endswith("weight") and n != "c.weight"]},
+            {"params": [p for n, p in pairs if n == "c.weight"], "lr": 0.2},
+        ],
+        lr=0.05,
+        weight_decay=0.1,
+    )
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step: (step + 1) / 4, lambda step: 1 / (step + 1), lambda _: 1.0]
+    )
