@@ -6,9 +6,18 @@ import argparse
 import importlib
 from pathlib import Path
 
-from benchmarks.common import print_figures, write_figures
+from benchmarks.common import print_report, write_report
 
-NAMES = ("towers",)
+NAMES = (
+    "throughput",
+    "search",
+    "branches",
+    "micro-batches",
+    "ablation",
+    "case-study",
+    "sequential",
+    "towers",
+)
 
 
 def main() -> None:
@@ -18,13 +27,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures of one benchmark here")
     parser.add_argument("--out", type=Path, help="write the figures of all benchmarks into this folder")
     given = parser.parse_args()
+    if (given.name == "all" and given.json) or (given.name != "all" and given.out):
+        parser.error("--json is for one benchmark, --out for all of them")
     for name in NAMES if given.name == "all" else (given.name,):
-        figures = importlib.import_module(f"benchmarks.{name}").run()
-        print_figures(figures)
-        path = given.json if given.name != "all" else given.out and given.out / f"{name}.json"
+        report = importlib.import_module(f"benchmarks.{name.replace('-', '_')}").run()
+        print_report(name, report)
+        path = given.json or (given.out and given.out / f"{name}.json")
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_figures(figures, path)
+            write_report(report, path)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphpipe.capture import capture
+from graphpipe.capture import Granularity, capture
 from graphpipe.graph import ComputationGraph
 from graphpipe.models import (
     DLRM,
@@ -30,9 +30,12 @@ NUM_SAMPLES = 2
 
 
 @cache
-def mmt(num_branches: int = 4) -> ComputationGraph:
-    """Return the multi-modal Transformer: 8 layers a branch."""
-    return _captured(MMT, replace(MMTConfig.paper(), num_branches=num_branches))
+def mmt(
+    num_branches: int = 4, granularity: Granularity = Granularity.OPERATOR, *, num_layers: int = 8
+) -> ComputationGraph:
+    """Return the multi-modal Transformer."""
+    config = replace(MMTConfig.paper(), num_branches=num_branches, num_layers=num_layers)
+    return _captured(MMT, config, granularity)
 
 
 @cache
@@ -53,7 +56,9 @@ def sequential_transformer() -> ComputationGraph:
     return _captured(SequentialTransformer, SequentialTransformerConfig.paper())
 
 
-def _captured(model: Callable[[Any], torch.nn.Module], config: Any) -> ComputationGraph:
+def _captured(
+    model: Callable[[Any], torch.nn.Module], config: Any, granularity: Granularity = Granularity.OPERATOR
+) -> ComputationGraph:
     with torch.device("meta"):
         built = model(config)
-    return capture(built, config.example_batch(NUM_SAMPLES)).graph
+    return capture(built, config.example_batch(NUM_SAMPLES), granularity=granularity).graph

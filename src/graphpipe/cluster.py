@@ -59,9 +59,10 @@ class Link:
 
 # Processes on one machine, over gloo and the loopback device. Measured on two cores: a 16 MB tensor takes 12.7 ms.
 LOOPBACK = Link(latency_s=150e-6, bandwidth_bytes_per_s=1.3e9)
-# NVLink 2.0 of a V100: 25 GB/s a direction and link, three links between neighbours of a Summit node (V100 white paper,
-# WP-08608-001, 2017). InfiniBand EDR: 100 Gb/s.
-NVLINK2_X3 = Link(latency_s=5e-6, bandwidth_bytes_per_s=75e9)
+# NVLink 2.0 of a V100: 25 GB/s a direction and link, two links between neighbours of a Summit node (Oak Ridge's guide
+# to Summit; nodes that hold four V100s instead of six have three). InfiniBand EDR: 100 Gb/s, as the GraphPipe paper
+# says, although a Summit node has two such ports. Both latencies are round figures that we assume.
+NVLINK2_X2 = Link(latency_s=5e-6, bandwidth_bytes_per_s=50e9)
 INFINIBAND_EDR = Link(latency_s=5e-6, bandwidth_bytes_per_s=12.5e9)
 
 
@@ -142,7 +143,7 @@ class Cluster:
             memory_bytes=16 * GIGABYTE,
             kind="V100-16GB",
             devices_per_node=4,
-            inside_node=NVLINK2_X3,
+            inside_node=NVLINK2_X2,
             between_nodes=INFINIBAND_EDR,
         )
 
@@ -164,7 +165,7 @@ class Cluster:
             devices = tuple(
                 Device(name=f"gpu{i}", memory_bytes=memory, kind=kind) for i, (kind, memory) in enumerate(gpus[:wanted])
             )
-            return cls(devices=devices, inside_node=NVLINK2_X3, between_nodes=INFINIBAND_EDR)
+            return cls(devices=devices, inside_node=NVLINK2_X2, between_nodes=INFINIBAND_EDR)
         wanted = num_devices or len(os.sched_getaffinity(0))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return cls.uniform(wanted, memory_bytes=memory // max(wanted, 1))

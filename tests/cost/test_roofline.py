@@ -8,6 +8,7 @@ import pytest
 
 from graphpipe.cluster import Cluster
 from graphpipe.cost import DEVICE_KINDS, CostModel, DeviceKind, ProfileSource, roofline_profile
+from graphpipe.cost.roofline import TILE_FLOPS
 from graphpipe.errors import GraphPipeError
 from graphpipe.graph import ComputationGraph, Operator, Parameter, Value
 
@@ -36,6 +37,27 @@ def test_a_kernel_of_the_knees_size_reaches_half_of_the_peak() -> None:
     for kind in DEVICE_KINDS.values():
         flops = kind.knee_flops
         assert flops / (kind.kernel_s(flops, 0) - kind.launch_s) == pytest.approx(kind.peak_flops_per_s / 2)
+
+
+def test_peaks_follow_from_multiprocessors_cores_and_boost_clocks() -> None:
+    # Multiprocessors, fp32 cores in each, boost clock in Hz; a core does a multiply-add a cycle.
+    chips = {
+        "V100": (80, 64, 1.53e9),
+        "A100": (108, 64, 1.41e9),
+        "H100": (132, 128, 1.98e9),
+        "H200": (132, 128, 1.98e9),
+    }
+    for name, kind in DEVICE_KINDS.items():
+        if name != "cpu-core":
+            multiprocessors, cores, clock_hz = chips[name.partition("-")[0]]
+            assert kind.peak_flops_per_s == pytest.approx(multiprocessors * cores * 2 * clock_hz, rel=0.005)
+            assert kind.knee_flops == multiprocessors * TILE_FLOPS
+
+
+def test_each_kind_does_some_operations_in_the_time_of_a_byte() -> None:
+    # A wrong power of ten in a rate leaves this range, in which fp32 has been for two decades.
+    for kind in DEVICE_KINDS.values():
+        assert 4 < kind.peak_flops_per_s / kind.bandwidth_bytes_per_s < 32
 
 
 def test_forward_reads_the_parameters_once_whatever_the_number_of_samples() -> None:

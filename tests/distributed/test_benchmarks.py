@@ -18,7 +18,15 @@ def test_towers_writes_its_figures(tmp_path: Path) -> None:
     assert {f["name"] for f in figures} == {
         f"towers/{count}-micro-batches/{what}"
         for count in (2, 4)
-        for what in ("graph_over_chain", "measured_over_predicted")
+        for what in (
+            "graph_s",
+            "chain_s",
+            "torch_1f1b_s",
+            "graph_over_chain",
+            "graph_over_torch_1f1b",
+            "torch_1f1b_over_chain",
+            "measured_over_predicted",
+        )
     }
     for figure in figures:
         assert set(figure) == {"name", "value", "unit", "goal", "paper", "holds"}

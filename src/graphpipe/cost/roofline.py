@@ -29,6 +29,7 @@ from graphpipe.graph import ComputationGraph, Operator
 TILE_FLOPS = 2 * 64 * 64 * 1024
 
 # What eager PyTorch takes on the host to issue one operation to a GPU; the device waits for it where kernels are short.
+# A round figure that we assume, not a measurement.
 GPU_LAUNCH_S = 5e-6
 
 
@@ -85,18 +86,24 @@ def _gpu(
     )
 
 
-# Peak fp32 TFLOP/s, streaming multiprocessors, GB/s, GB:
+# Peak fp32 TFLOP/s, streaming multiprocessors, GB/s, GB, of the modules for SXM sockets, not of PCIe cards. The peaks
+# are multiprocessors × fp32 cores × 2 × boost clock: 80 × 64 × 2 × 1.53 GHz, 108 × 64 × 2 × 1.41 GHz and
+# 132 × 128 × 2 × 1.98 GHz. Each figure was compared with publications of computing centres and hardware reviews that
+# quote the vendor's documents named here; the documents themselves were not at hand.
 _KINDS = (
-    # Unverified: the figures of the GPUs below were written from memory. Check them against the documents named here
-    # before a result that rests on them is quoted.
-    # NVIDIA Tesla V100 data sheet (SXM2) and white paper WP-08608-001. The device of the GraphPipe paper.
+    # NVIDIA Tesla V100 data sheet (SXM2) and white paper WP-08608-001, quoted by Oak Ridge's "Summit architecture
+    # overview" (2019: 80 multiprocessors, 16 GB, 900 GB/s) and Pittsburgh's page on Bridges-2 (15.7 TFLOP/s). The
+    # device of the GraphPipe paper.
     _gpu("V100-16GB", 15.7, 80, 900, 16),
-    # NVIDIA A100 data sheet (SXM4, 40 and 80 GB) and the Ampere architecture white paper.
+    # NVIDIA A100 data sheet (SXM4) and Ampere white paper, quoted by Paderborn's documentation of its A100 (40 GB: 108
+    # multiprocessors, 19.5 TFLOP/s, 1,555 GB/s) and G. Lockwood's notes on processors (80 GB: the same at 2,039 GB/s).
     _gpu("A100-40GB", 19.5, 108, 1555, 40),
     _gpu("A100-80GB", 19.5, 108, 2039, 80),
-    # NVIDIA H100 data sheet (SXM5) and the Hopper architecture white paper.
+    # NVIDIA H100 data sheet (SXM5) and Hopper white paper, quoted by G. Lockwood's notes (132 multiprocessors, 66.9
+    # TFLOP/s, 3.35 TB/s). Figures of 2022 for the same module, 60 TFLOP/s and 3 TB/s, are those of its announcement.
     _gpu("H100-80GB", 67, 132, 3350, 80),
-    # NVIDIA H200 data sheet (SXM5): the H100's processor with more and faster memory.
+    # NVIDIA H200 data sheet (SXM5): the H100's processor with more and faster memory, quoted by its announcement's
+    # reviews of November 2023 (141 GB, 4.8 TB/s).
     _gpu("H200", 67, 132, 4800, 141),
     # One core of an AMD EPYC with AVX-512, measured with torch 2.13, one thread: 103 GFLOP/s in products of 256 × 256
     # matrices; products of 4 × 4 take 1.3 µs; 24 GB/s in copies. The knee is what products of 32 and 64 leave

@@ -1,0 +1,109 @@
+"""The benchmarks' own parts: problems at the paper's size, figures, files and the command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import case_study, paper_models
+from benchmarks.__main__ import NAMES
+from benchmarks.common import Figure, Report, at_least, at_most, print_report, write_report
+from benchmarks.problems import PLANNERS, planned, samples_per_s, summit_problem
+from graphpipe.cost import DEVICE_KINDS
+
+LINEAR_FLOPS = 2 * 4096 * 4096
+REPOSITORY = Path(__file__).parent.parent
+
+
+def test_every_name_is_a_script_with_a_claim() -> None:
+    for name in NAMES:
+        script = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+        assert script.CLAIM
+        assert callable(script.run)
+
+
+def test_candle_uno_has_the_paper_s_operators_and_costs() -> None:
+    graph = paper_models.candle_uno(3)
+    # Three branches of four layers, a concatenation, four layers on top and the regression.
+    linear = [o for o in graph.operators if o.forward_flops == LINEAR_FLOPS]
+    assert len(linear) == 3 * 4 + 3
+    (joined,) = [o for o in graph.operators if o.forward_flops == 3 * LINEAR_FLOPS]
+    assert joined.parameter_bytes == 4 * (3 * 4096 * 4096 + 4096)
+    first, *others = [o for o in linear if o.name.startswith("branches.0.")]
+    assert first.backward_flops == LINEAR_FLOPS  # No gradient of the model's input.
+    assert all(o.backward_flops == 2 * LINEAR_FLOPS for o in others)
+
+
+def test_dlrm_tables_are_a_million_rows_and_are_looked_up() -> None:
+    graph = paper_models.dlrm(2)
+    tables = [o for o in graph.operators if o.parameter_bytes == 4 * 64 * 1_000_000]
+    assert len(tables) == 2
+    assert all(o.forward_flops == 0 for o in tables)
+    problem = summit_problem(graph, 4, 64)
+    at = graph.index[tables[0].name]
+    # The table is never read as a whole, only its gradient is written so.
+    whole_s = tables[0].parameter_bytes / DEVICE_KINDS["V100-16GB"].bandwidth_bytes_per_s
+    assert problem.profile.at(64).forward_s[at] < whole_s < problem.profile.at(64).backward_s[at]
+
+
+def test_a_problem_knows_the_costs_at_every_size_that_a_replica_meets() -> None:
+    problem = summit_problem(paper_models.candle_uno(3), 5, 48)
+    assert problem.micro_batch_sizes == (1, 2, 4, 8, 16, 48)
+    for size in problem.micro_batch_sizes:
+        for replicas in range(1, 6):
+            assert not problem.profile.is_interpolated(-(-size // replicas))
+
+
+def test_planners_are_judged_by_one_yardstick() -> None:
+    problem = summit_problem(paper_models.candle_uno(3), 4, 256, (32, 64))
+    plans = {planner.name: planned(planner, problem) for planner in PLANNERS}
+    rates = {name: samples_per_s(plan) for name, plan in plans.items() if plan is not None}
+    assert rates["graphpipe"] >= max(rates.values()) > 0
+    for name, plan in plans.items():
+        if plan is not None:
+            assert 256 / rates[name] == pytest.approx(plan.notes["iteration_s"])
+
+
+@pytest.mark.slow
+def test_the_case_study_has_the_paper_s_depths_and_gains() -> None:
+    figures = {figure.name: figure.value for figure in case_study.run().figures}
+    assert figures["case-study/graph_depth"] == 4 + 1
+    assert figures["case-study/chain_depth"] == 8 + 1
+    assert figures["case-study/graph_over_chain"] >= figures["case-study/graph_over_chain_at_its_size"] > 1
+
+
+def test_a_figure_holds_on_the_right_side_of_its_goal() -> None:
+    assert at_least("a", 2, "ratio", goal=2).holds
+    assert not at_least("a", 1.9, "ratio", goal=2).holds
+    assert at_most("a", 2, "s", goal=2).holds
+    assert not at_most("a", 2.1, "s", goal=2).holds
+
+
+def test_a_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = (at_most("x/search_s", 3.0, "s", goal=2.0, paper=9.0), Figure(name="y", value=1.5, unit="ratio"))
+    report = Report(claim="It is fast.", figures=figures, remarks=("it is not",))
+    print_report("x", report)
+    printed = capsys.readouterr().out
+    assert "claim: It is fast." in printed
+    assert "goal 2: missed  paper or theory 9" in printed
+    assert printed.endswith("- it is not\n")
+    write_report(report, tmp_path / "x.json")
+    data = json.loads((tmp_path / "x.json").read_text())
+    assert data["figures"][0] == {
+        "name": "x/search_s", "value": 3.0, "unit": "s", "goal": 2.0, "paper": 9.0, "holds": False
+    }  # fmt: skip
+    assert data["environment"]["cores"] >= 1
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["all", "--json", "x"], ["search", "--out", "x"]])
+def test_the_command_refuses_what_it_cannot_do(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "error: " in done.stderr
