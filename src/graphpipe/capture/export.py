@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import inspect
 import io
 import logging
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphpipe.capture.batch import BatchLayout, closest
 from graphpipe.capture.detectors import losses_noticed
+from graphpipe.capture.symbolic_builtins import symbolic_builtins
 from graphpipe.errors import CaptureError
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -146,33 +145,6 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _symbolic_len(model: nn.Module, loss_fn: LossFunction | None) -> Iterator[None]:
-    """Let ``len(tensor)`` in the modules that define the model give a symbolic size.
-
-    The built-in must return a plain int, which would fix the batch size.
-    """
-
-    def symbolic_len(x: Any) -> Any:
-        return x.shape[0] if isinstance(x, Tensor) and x.dim() else builtins.len(x)
-
-    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    if loss_fn is not None:
-        names.add(getattr(loss_fn, "__module__", "builtins"))
-    shimmed = []
-    for name in sorted(names):
-        space = vars(sys.modules[name]) if name in sys.modules else None
-        if space is None or name.split(".")[0] in ("torch", "builtins", "graphpipe") or "len" in space:
-            continue
-        space["len"] = symbolic_len
-        shimmed.append(space)
-    try:
-        yield
-    finally:
-        for space in shimmed:
-            del space["len"]
-
-
-@contextlib.contextmanager
 def shapes_for_meta(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     """Put tensors without memory, on the CPU, in the place of a model's meta tensors for the block.
 
@@ -263,7 +235,7 @@ def export_graph(wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLay
     with (
         training_mode(model),
         losses_noticed(model),
-        _symbolic_len(model, wrapper._loss_fn),
+        symbolic_builtins(model, wrapper._loss_fn),
         _guard_log() as log,
         _quiet(),
     ):

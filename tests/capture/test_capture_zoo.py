@@ -1,0 +1,128 @@
+"""Every model of the zoo, cut at random into stages that run over micro-batches, trains as in one process."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpipe.capture import CapturedModel, LossReduction, capture
+from tests.capture.conftest import random_partition, train_eagerly, train_in_stages
+from tests.capture.zoo import ZOO, ZooModel, gpt2
+
+PARTITIONS = 5
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@functools.cache
+def captured_zoo(name: str) -> tuple[nn.Module, CapturedModel]:
+    """Return a model of the zoo and its capture, made once."""
+    torch.manual_seed(0)
+    with ZOO[name].in_its_dtype():
+        model = ZOO[name].build().train()
+        return model, capture(model, ZOO[name].batch(4))
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the loss that a model returns alone or as ``.loss``."""
+    output = model(**batch)
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
+def check_partitions(entry: ZooModel, model: nn.Module, captured: CapturedModel, num_partitions: int) -> None:
+    """Compare random partitions into 2 to 6 stages, with random micro-batches, with the model itself."""
+    with entry.in_its_dtype():
+        batch = entry.batch(7)
+        expected = train_eagerly(model, lambda m: loss_of(m, batch))
+        # A gradient that is zero in theory, as that of a key's bias, is rounding noise in practice.
+        noise = entry.tolerance * max(float(g.abs().max()) for g in expected.gradients.values())
+        for seed in range(num_partitions):
+            rng = random.Random(seed)
+            partition = random_partition(captured, rng.randint(2, 6), rng)
+            found = train_in_stages(captured, partition, batch, rng)
+            torch.testing.assert_close(found.loss, expected.loss, rtol=entry.tolerance, atol=0)
+            assert found.gradients.keys() == expected.gradients.keys()
+            for name, gradient in expected.gradients.items():
+                torch.testing.assert_close(
+                    found.gradients[name],
+                    gradient,
+                    rtol=entry.tolerance,
+                    atol=noise,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
+            for name, buffer in found.buffers.items():
+                torch.testing.assert_close(buffer, expected.buffers[name], rtol=entry.tolerance, atol=noise)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_random_partitions_train_as_one_process(name: str) -> None:
+    model, captured = captured_zoo(name)
+    check_partitions(ZOO[name], model, captured, PARTITIONS)
+
+
+def batch_wise(captured: CapturedModel) -> list[str]:
+    """Return the operators that need the whole mini-batch."""
+    return [operator.name for operator in captured.graph.operators if operator.is_batch_wise]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MMT", "DLRM", "CANDLE-Uno", "Sequential Transformer", "BERT", "GPT-2", "T5", "Whisper", "Llama", "LSTM tagger"],
+)
+def test_models_whose_samples_never_meet(name: str) -> None:
+    _, captured = captured_zoo(name)
+    assert batch_wise(captured) == []
+    assert captured.loss_reduction is LossReduction.MEAN
+
+
+@pytest.mark.parametrize("name", ["CLIP", "SigLIP", "Two-tower retrieval"])
+def test_contrastive_losses_alone_need_the_whole_batch(name: str) -> None:
+    _, captured = captured_zoo(name)
+    assert batch_wise(captured) == [captured.loss_operator]
+    assert captured.loss_reduction is LossReduction.WHOLE
+
+
+def test_a_shared_encoder_has_units_of_its_own_for_each_call() -> None:
+    _, captured = captured_zoo("Two-tower retrieval")
+    tower = [o for o in captured.graph.operators if "projection" in o.name]
+    assert len(tower) == 2
+    assert tower[0].parameters == tower[1].parameters
+    first, second = (captured.graph.operators.index(o) for o in tower)
+    assert second not in captured.graph.successors[first]
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [("BLIP-2", ("vision_model.", "language_model.")), ("LLaVA", ("model.vision_tower.",))],
+)
+def test_frozen_towers(name: str, frozen: tuple[str, ...]) -> None:
+    _, captured = captured_zoo(name)
+    for operator in captured.graph.operators:
+        for parameter in operator.parameters:
+            assert parameter.is_trainable != parameter.name.startswith(frozen)
+        assert (operator.backward_flops > 0) <= operator.has_backward
+    tower = [o for o in captured.graph.operators if "vision" in o.name]
+    assert tower
+    assert not any(o.has_backward for o in tower)
+
+
+def test_tied_head_with_dropout() -> None:
+    torch.manual_seed(0)
+    captured = capture(gpt2(dropout=0.1).train(), ZOO["GPT-2"].batch(4))
+    assert captured.parameter_names["transformer.wte.weight"] == ("transformer.wte.weight", "lm_head.weight")
+    holders = [o.name for o in captured.graph.operators if "transformer.wte.weight" in [p.name for p in o.parameters]]
+    assert len(holders) == 2
+    assert batch_wise(captured) == []
