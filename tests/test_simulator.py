@@ -63,3 +63,13 @@ def test_a_trace_survives_json() -> None:
     stages = make_stages(CHAIN_3, mini_batch_size=2)
     trace = simulate(lower(stages, kfkb(stages)), UniformCosts())
     assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_a_reduction_goes_on_beside_other_work_and_its_span_is_the_wait_for_it() -> None:
+    # Two devices hold both stages. The sum for the second one begins while the first has its backward pass; sums queue.
+    stages = make_stages([(0, 1)], mini_batch_size=2, sizes=2, devices=[(0, 1), (0, 1)])
+    trace = simulate(lower(stages, kfkb(stages)), SlowLinks(1.0, 2.0))
+    ring_s = 2 * (0.5 + 50)
+    # Forward passes end at 2, the backward pass of stage 1 at 4 and that of stage 0 at 6.
+    reductions = [(s.start_s, s.stop_s) for s in trace.spans if s.kind is SpanKind.REDUCE and s.device == 0]
+    assert reductions == [(6.0, 4.0 + ring_s), (4.0 + ring_s, 4.0 + 2 * ring_s)]

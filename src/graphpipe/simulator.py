@@ -2,8 +2,9 @@
 
 The model: a device does one thing at a time, in its program's order. A message leaves when it is sent and the device's
 outgoing link is free; the link carries one message at a time, ``bytes / bandwidth`` seconds each, and what it carries
-arrives after the latency. Receives are free, and a message that is here is here for good. A reduction starts when all
-of its devices have come to it. The optimizer's own time is left out.
+arrives after the latency. Receives are free, and a message that is here is here for good. A reduction goes on beside
+the device's work: it starts when all of its devices have begun it and ended those that they began before, and its span
+is the time for which a device does nothing but wait for it. The optimizer's own time is left out.
 
 These are the rules that the runtime follows under a virtual clock (`graphpipe.runtime.clock`), where its makespan is
 the same number.
@@ -11,7 +12,18 @@ the same number.
 
 from __future__ import annotations
 
-from graphpipe.program import AllReduce, AwaitReceive, Compute, Program, Send
+from collections import deque
+from collections.abc import Iterable
+
+from graphpipe.program import (
+    AwaitReceive,
+    AwaitReduction,
+    Compute,
+    Program,
+    Reduction,
+    Send,
+    StartReduction,
+)
 from graphpipe.schedule import Phase, TaskCosts
 from graphpipe.trace import Span, SpanKind, Trace, TraceSource
 
@@ -36,6 +48,39 @@ class OutgoingLinks:
         return self.free_s + link.latency_s
 
 
+class _Reductions:
+    """The reductions of all devices: when does each start and end?"""
+
+    def __init__(self, costs: TaskCosts, num_devices: int) -> None:
+        self.costs = costs
+        self.begun_s: dict[tuple[Reduction, int], float] = {}
+        self.start_s: dict[Reduction, float] = {}
+        self.stop_s: dict[Reduction, float] = {}
+        self.waiting: dict[Reduction, list[int]] = {}
+        self._queues: list[deque[Reduction]] = [deque() for _ in range(num_devices)]
+        self._free_s = [0.0] * num_devices
+
+    def begin(self, reduction: Reduction, device: int, now_s: float) -> Iterable[int]:
+        """Let a device begin a reduction; return the devices that may go on."""
+        self.begun_s[reduction, device] = now_s
+        self._queues[device].append(reduction)
+        freed: list[int] = []
+        candidates = [reduction]
+        while candidates:
+            found = candidates.pop()
+            if any(not self._queues[d] or self._queues[d][0] != found for d in found.devices):
+                continue
+            start = max(max(self.begun_s[found, d], self._free_s[d]) for d in found.devices)
+            stop = start + self.costs.all_reduce_s(found.num_bytes, found.devices)
+            self.start_s[found], self.stop_s[found] = start, stop
+            for d in found.devices:
+                self._queues[d].popleft()
+                self._free_s[d] = stop
+                candidates.extend(list(self._queues[d])[:1])
+            freed += self.waiting.pop(found, [])
+        return freed
+
+
 def simulate(program: Program, costs: TaskCosts) -> Trace:
     """Return what happens when on every device, for one mini-batch.
 
@@ -49,7 +94,7 @@ def simulate(program: Program, costs: TaskCosts) -> Trace:
     links = [OutgoingLinks(device, costs) for device in range(count)]
     arrival: dict[int, float] = {}
     waiting: dict[int, int] = {}
-    gathered: dict[AllReduce, list[int]] = {}
+    reductions = _Reductions(costs, count)
     spans: list[Span] = []
     ready = list(range(count))
     while ready:
@@ -73,19 +118,16 @@ def simulate(program: Program, costs: TaskCosts) -> Trace:
                     )
                     if message.tag in waiting:
                         ready.append(waiting.pop(message.tag))
-                case AllReduce(devices, _, num_bytes) as reduction:
-                    here = gathered.setdefault(reduction, [])
-                    here.append(device)
-                    if len(here) < len(devices):
+                case StartReduction(reduction):
+                    ready.extend(reductions.begin(reduction, device, now[device]))
+                case AwaitReduction(reduction):
+                    if reduction not in reductions.stop_s:
+                        reductions.waiting.setdefault(reduction, []).append(device)
                         break
-                    start = max(now[d] for d in devices)
-                    stop = start + costs.all_reduce_s(num_bytes, devices)
-                    for d in devices:
-                        spans.append(Span(d, SpanKind.REDUCE, start, stop))
-                        now[d] = stop
-                        if d != device:
-                            position[d] += 1
-                            ready.append(d)
+                    stop = max(now[device], reductions.stop_s[reduction])
+                    start = min(stop, max(now[device], reductions.start_s[reduction]))
+                    spans.append(Span(device, SpanKind.REDUCE, start, stop))
+                    now[device] = stop
                 case _:
                     pass
             position[device] += 1

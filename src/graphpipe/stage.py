@@ -78,16 +78,13 @@ class StageEdge:
         source: The position of the producing stage.
         target: The position of the consuming stage.
         values: The tensors, in the graph's order.
+        returned: Those of them whose gradient comes back: a value carries one, and both stages have a backward pass.
     """
 
     source: int
     target: int
     values: tuple[Value, ...]
-
-    @property
-    def carries_gradient(self) -> bool:
-        """Whether anything comes back."""
-        return any(value.carries_gradient for value in self.values)
+    returned: tuple[Value, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +186,12 @@ class StageGraph:
         if self.order is StageOrder.CHAIN:
             for x in range(len(self.stages) - 1):
                 found.setdefault((x, x + 1), []).append(self._turn(x))
-        return tuple(StageEdge(u, v, tuple(values)) for (u, v), values in sorted(found.items()))
+        edges = []
+        for (u, v), values in sorted(found.items()):
+            both = self.has_backward[u] and self.has_backward[v]
+            returned = tuple(value for value in values if both and value.carries_gradient)
+            edges.append(StageEdge(u, v, tuple(values), returned))
+        return tuple(edges)
 
     def _turn(self, x: int) -> Value:
         """Return what tells stage ``x + 1`` that it is its turn."""

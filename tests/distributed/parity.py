@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from graphpipe.capture import CapturedModel, capture, eager_loss
-from graphpipe.program import AllReduce
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
+from graphpipe.runtime.process_transports import TransportKind
 from graphpipe.schedule import kfkb
 from graphpipe.stage import Stage, StageGraph
 from graphpipe.strategy import Strategy
+from graphpipe.trace import SpanKind
 from tests.stage_graphs import make_strategy
 
 Part = tuple[str, int, tuple[int, ...]]
@@ -54,12 +55,13 @@ def compare(
     loss_fn: LossFunction | None = None,
     k: int = 1,
     num_devices: int = 0,
+    transport: TransportKind | None = None,
 ) -> dict[str, Any]:
     """Train some steps by a strategy and in one process; return the largest differences, and facts about the run."""
     alone = copy.deepcopy(model)
     captured = capture(model, batches[0], loss_fn=loss_fn)
     strategy = hand_made(captured, parts, mini_batch_size, k=k, num_devices=num_devices)
-    pipeline = Pipeline(captured, strategy, optimizer=sgd)
+    pipeline = Pipeline(captured, strategy, optimizer=sgd, transport=transport)
     optimizer = sgd(alone.parameters())
     losses, errors, copies_equal = [], {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}, True
     missing: list[str] = []
@@ -79,14 +81,16 @@ def compare(
                 errors["gradient"] = max(errors["gradient"], relative(gradients[name], parameter.grad))
             errors["parameter"] = max(errors["parameter"], relative(parameters[name], parameter.detach()))
         copies_equal &= all(torch.equal(parameters[n], p.detach()) for n, p in pipeline.parameters.items())
-    program = pipeline._program(mini_batch_size)
     trace = pipeline.trace()
     return {
         "losses": losses,
         **errors,
         "unexpected_gradients": missing,
         "copies_equal": copies_equal,
-        "reductions": [sum(isinstance(i, AllReduce) for i in own) for own in program.instructions],
+        "reductions": [
+            sum(span.kind is SpanKind.REDUCE for span in trace.spans if span.device == device)
+            for device in range(trace.num_devices)
+        ],
         "order": str(strategy.schedule),
         "spans": [[s.device, s.kind.value, s.start_s, s.stop_s, s.stage, s.micro_batch] for s in trace.spans],
         "gradients": {n: g.tolist() for n, g in gradients.items() if g.numel() == 1},

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpipe.capture.specs import LossReduction
-from graphpipe.program import lower
+from graphpipe.program import Matching, lower
 from graphpipe.runtime.in_process import run_in_process
 from graphpipe.schedule import UniformCosts, in_flight_limits, kfkb
 from graphpipe.simulator import simulate
@@ -96,7 +96,7 @@ def test_loss_and_gradients_are_those_of_one_process(data: st.DataObject) -> Non
     k = data.draw(st.integers(1, 3))
     costs = UniformCosts(1.0, 2.0, 0.25, 0.5)
     schedule = kfkb(stages, costs, k=k)
-    program = lower(stages, schedule)
+    program = lower(stages, schedule, matching=data.draw(st.sampled_from(list(Matching))), costs=costs)
     batch = make_batch(stages.mini_batch_size)
     loss, gradients = reference(model, batch)
 

@@ -67,7 +67,7 @@ class _Guess:
             self.delay_s[edge.source, edge.target] = 0.0 if a == b else link.transfer_s(num_bytes)
             if a != b:
                 self._occupy(edge.source, edge.values, link)
-                self._occupy(edge.target, [value for value in edge.values if value.carries_gradient], link)
+                self._occupy(edge.target, edge.returned, link)
 
     def _occupy(self, x: int, values: Sequence[Value], link: Link) -> None:
         """Count the bytes that the replicas of a stage send in a mini-batch."""
@@ -117,7 +117,7 @@ class _Guess:
         found = [0.0] * len(self.sizes)
         for edge in sorted(self.stages.edges, key=lambda e: e.source):
             x, y = edge.source, edge.target
-            if edge.carries_gradient and self.stages.has_backward[x]:
+            if edge.returned:
                 ends = max(found[x], self.reduce_s[x])
                 found[y] = max(found[y], ends + self.passes[x, y] * self.backward_s[x] + self.delay_s[x, y])
         return found
@@ -127,7 +127,7 @@ class _Guess:
         found = [0.0] * len(self.sizes)
         for edge in sorted(self.stages.edges, key=lambda e: -e.target):
             x, y = edge.source, edge.target
-            if edge.carries_gradient and self.stages.has_backward[x]:
+            if edge.returned:
                 through = self.forward_s[y] + found[y] + self.backward_s[y] + 2 * self.delay_s[x, y]
                 found[x] = max(found[x], through + (self.passes[x, y] - 1) * self.forward_s[x])
         return found

@@ -153,7 +153,7 @@ def _edge_title(strategy: Strategy, edge: StageEdge) -> str:
     samples = strategy.stages.stages[edge.source].micro_batch_size
     names = [value.name for value in edge.values]
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    back = "" if edge.carries_gradient else "; no gradient comes back"
+    back = "" if edge.returned else "; no gradient comes back"
     return (
         f"Stage {edge.source} to stage {edge.target}: {format_bytes(edge_bytes(strategy, edge))} for {samples} samples "
         f"({shown}){back}"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from graphpipe.program import AllReduce, Message
+from graphpipe.program import Message, Reduction
 from graphpipe.runtime.transport import Channel, Transport
 from graphpipe.schedule import Task, TaskCosts
 from graphpipe.simulator import OutgoingLinks
@@ -45,8 +45,12 @@ class Clock(Protocol):
         """A send has been awaited."""
         ...
 
-    def reduced(self, reduction: AllReduce) -> None:
-        """A reduction has been run."""
+    def reduction_started(self, reduction: Reduction) -> None:
+        """A reduction has been begun."""
+        ...
+
+    def reduced(self, reduction: Reduction) -> None:
+        """A reduction has been awaited."""
         ...
 
 
@@ -75,7 +79,10 @@ class WallClock:
     def send_awaited(self, message: Message) -> None:
         """Do nothing."""
 
-    def reduced(self, reduction: AllReduce) -> None:
+    def reduction_started(self, reduction: Reduction) -> None:
+        """Do nothing."""
+
+    def reduced(self, reduction: Reduction) -> None:
         """Do nothing."""
 
 
@@ -102,6 +109,8 @@ class VirtualClock:
         self._now_s = 0.0
         self._link = OutgoingLinks(self._device, self._costs)
         self._stamps: dict[int, torch.Tensor] = {}
+        self._begun_s: dict[Reduction, float] = {}
+        self._reductions_free_s = 0.0
 
     def now_s(self) -> float:
         """Return the virtual time."""
@@ -135,10 +144,15 @@ class VirtualClock:
         """Let go of the message's time."""
         self._transport.await_send(message, Channel.TIME)
 
-    def reduced(self, reduction: AllReduce) -> None:
-        """Meet the other devices at the latest time of all."""
+    def reduction_started(self, reduction: Reduction) -> None:
+        """Remember when."""
+        self._begun_s[reduction] = self._now_s
+
+    def reduced(self, reduction: Reduction) -> None:
+        """Find out when the reduction ended: it starts at the latest time of its devices, after those before it."""
         devices: Sequence[int] = reduction.devices
         times = torch.zeros(len(devices), dtype=torch.float64)
-        times[devices.index(self._device)] = self._now_s
+        times[devices.index(self._device)] = max(self._begun_s.pop(reduction), self._reductions_free_s)
         self._transport.all_reduce(devices, times)
-        self._now_s = float(times.max()) + self._costs.all_reduce_s(reduction.num_bytes, devices)
+        self._reductions_free_s = float(times.max()) + self._costs.all_reduce_s(reduction.num_bytes, devices)
+        self._now_s = max(self._now_s, self._reductions_free_s)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.errors import GraphPipeError
 from graphpipe.program import (
-    AllReduce,
     AwaitReceive,
+    AwaitReduction,
     AwaitSend,
     Compute,
     Instruction,
@@ -25,8 +25,11 @@ from graphpipe.program import (
     OptimizerStep,
     PostReceive,
     Program,
+    Reduction,
     Send,
+    StartReduction,
 )
+from graphpipe.runtime.buckets import Bucket, start_buckets
 from graphpipe.runtime.clock import Clock
 from graphpipe.runtime.stages import StageModule, StageSource, named_parameters, take_samples
 from graphpipe.runtime.transport import Transport
@@ -59,6 +62,7 @@ class _MiniBatch:
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     gradients: dict[Task, dict[str, Tensor]] = field(default_factory=dict)
     ranges: dict[Task, SampleRange] = field(default_factory=dict)
+    reductions: dict[Reduction, list[Bucket]] = field(default_factory=dict)
 
 
 class Executor:
@@ -143,10 +147,15 @@ class Executor:
             case AwaitSend(message):
                 self.transport.await_send(message)
                 self.clock.send_awaited(message)
-            case AllReduce():
+            case StartReduction(reduction):
+                parameters = [self.parameters[name] for name in reduction.parameters]
+                batch.reductions[reduction] = start_buckets(self.transport, reduction.devices, parameters)
+                self.clock.reduction_started(reduction)
+            case AwaitReduction(reduction):
                 start_s = self.clock.now_s()
-                self._all_reduce(instruction)
-                self.clock.reduced(instruction)
+                for bucket in batch.reductions.pop(reduction):
+                    bucket.finish()
+                self.clock.reduced(reduction)
                 self._record(SpanKind.REDUCE, start_s)
             case OptimizerStep():
                 if optimizer_step is not None:
@@ -320,22 +329,3 @@ class Executor:
         for message, piece in zip(messages, found, strict=True):
             take_samples(total, layout, message.samples, samples.start).add_(piece)
         return total
-
-    # ---- reductions
-
-    def _all_reduce(self, reduction: AllReduce) -> None:
-        """Sum gradients as one flat buffer a dtype. A gradient that no device has stays None."""
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for name in reduction.parameters:
-            parameter = self.parameters[name]
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for dtype in sorted(by_dtype, key=str):
-            parameters = by_dtype[dtype]
-            present = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=self.torch_device)
-            parts = [(p.grad if p.grad is not None else torch.zeros_like(p)).detach().reshape(-1) for p in parameters]
-            flat = torch.cat([*parts, present])
-            self.transport.all_reduce(reduction.devices, flat)
-            *summed, counts = torch.split(flat, [p.numel() for p in parameters] + [len(parameters)])
-            for parameter, total, count in zip(parameters, summed, counts.tolist(), strict=True):
-                if count:
-                    parameter.grad = total.view_as(parameter).clone()

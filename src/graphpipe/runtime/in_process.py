@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from graphpipe.errors import GraphPipeError
-from graphpipe.program import Message, Program
+from graphpipe.program import Matching, Message, Program
 from graphpipe.runtime.clock import VirtualClock, WallClock
 from graphpipe.runtime.executor import Executor
+from graphpipe.runtime.in_process_ordered import OrderedHub, OrderedInProcessTransport
 from graphpipe.runtime.stages import StageSource
-from graphpipe.runtime.transport import Channel
+from graphpipe.runtime.transport import Channel, Pending, Transport
 from graphpipe.schedule import TaskCosts
 from graphpipe.trace import Trace, TraceSource
 
@@ -125,19 +126,33 @@ class InProcessTransport:
     def await_send(self, message: Message, channel: Channel = Channel.TENSOR) -> None:
         """Return at once: `send` has copied the tensor."""
 
-    def all_reduce(self, devices: Sequence[int], tensor: Tensor) -> None:
-        """Sum a tensor over devices, in place, in the order of the devices."""
+    def start_all_reduce(self, devices: Sequence[int], tensor: Tensor) -> Pending:
+        """Begin to sum a tensor over devices, in place, in the order of the devices."""
         meeting = self._hub.join_sum(tuple(devices), self._device)
         with meeting.lock:
             meeting.parts[self._device] = tensor.detach().clone()
             if len(meeting.parts) == meeting.count:
                 meeting.complete.set()
-        self._hub.wait(meeting.complete.wait)
-        parts = [meeting.parts[device] for device in sorted(meeting.parts)]
+        return _PendingSum(self._hub, meeting, tensor)
+
+    def all_reduce(self, devices: Sequence[int], tensor: Tensor) -> None:
+        """Sum a tensor over devices, in place, in the order of the devices."""
+        self.start_all_reduce(devices, tensor).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingSum:
+    hub: Hub
+    meeting: _Sum
+    tensor: Tensor
+
+    def wait(self) -> None:
+        self.hub.wait(self.meeting.complete.wait)
+        parts = [self.meeting.parts[device] for device in sorted(self.meeting.parts)]
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        tensor.copy_(total)
+        self.tensor.copy_(total)
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,8 @@ def run_in_process(
 ) -> InProcessResult:
     """Run one mini-batch of a program with a thread for each device, on copies of the model's parameters.
 
+    Messages are matched as the program was written for: by tag, or strictly in order as NCCL does.
+
     Args:
         source: The captured model.
         program: What each device does.
@@ -171,7 +188,7 @@ def run_in_process(
         GraphPipeError: A task failed on a device; the first failure is raised.
     """
     inputs = source.flatten_batch(batch)
-    hub = Hub(timeout_s)
+    hub = Hub(timeout_s) if program.matching is Matching.TAG else OrderedHub(len(program.instructions), timeout_s)
     executors = [_executor(source, program, hub, device, costs) for device in range(len(program.instructions))]
     losses: dict[int, Tensor] = {}
     failures: list[BaseException] = []
@@ -198,12 +215,16 @@ def run_in_process(
     )
 
 
-def _executor(source: StageSource, program: Program, hub: Hub, device: int, costs: TaskCosts | None) -> Executor:
+def _executor(
+    source: StageSource, program: Program, hub: Hub | OrderedHub, device: int, costs: TaskCosts | None
+) -> Executor:
     """Return a device's executor with parameters of its own; stages that share one go on sharing its copy."""
     stages = program.stages.stages
     held = {x: source.stage_module(s.operators) for x, s in enumerate(stages) if device in s.devices}
     modules = copy.deepcopy(held)
-    transport = InProcessTransport(hub, device)
+    transport: Transport = (
+        InProcessTransport(hub, device) if isinstance(hub, Hub) else OrderedInProcessTransport(hub, device)
+    )
     clock = WallClock() if costs is None else VirtualClock(device, costs, transport)
     executor = Executor(device, source, modules, transport, clock)
     for parameter in executor.parameters.values():

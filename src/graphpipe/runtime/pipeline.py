@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphpipe.capture import capture
 from graphpipe.errors import BatchError, GraphPipeError
-from graphpipe.program import AllReduce, Program, lower
+from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import WallClock
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, join, rank, world_size
+from graphpipe.runtime.process_transports import TransportKind, make_transport
 from graphpipe.runtime.resize import resized
 from graphpipe.runtime.stages import StageSource
-from graphpipe.runtime.transport import GlooTransport
 from graphpipe.runtime.update import (
     LRSchedulerFactory,
     OptimizerFactory,
@@ -32,6 +32,7 @@ from graphpipe.runtime.update import (
     counted_parameters,
     make_optimizer,
 )
+from graphpipe.schedule import ModelCosts
 from graphpipe.strategy import Strategy
 from graphpipe.trace import Span, SpanKind, Trace, TraceSource
 
@@ -77,6 +78,7 @@ class Pipeline:
             each parameter counted once; ``math.inf`` only measures it.
         example_batch: A batch to capture the model with.
         timeout: After this long without an answer from another process a rank gives up.
+        transport: How messages travel; by default NCCL where the model's parameters are on a GPU, else gloo.
 
     Raises:
         StrategyError: The strategy is for another model or number of processes.
@@ -95,6 +97,7 @@ class Pipeline:
         max_gradient_norm: float | None = None,
         example_batch: Any = None,
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+        transport: TransportKind | None = None,
     ) -> None:
         self.strategy = strategy
         if lr_scheduler is not None and optimizer is None:
@@ -108,6 +111,7 @@ class Pipeline:
         self._update: Update | None = None
         self._has_accumulated = False
         self._timeout = timeout
+        self._transport_kind = transport
         self._programs: dict[int, Program] = {}
         self._source: StageSource | None = None
         self._model = model
@@ -124,16 +128,17 @@ class Pipeline:
         join(self.strategy, self._timeout)
         check_agreement("strategies", _digest(self.strategy), "load the same strategy")
         check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
-        program = self._program(self.strategy.mini_batch_size)
-        groups = [i.devices for instructions in program.instructions for i in instructions if isinstance(i, AllReduce)]
-        transport = GlooTransport(groups, self._timeout)
         modules = {
             x: source.stage_module(stage.operators)
             for x, stage in enumerate(self.strategy.stages.stages)
             if rank() in stage.devices
         }
+        device = next((p.device for p in _all_parameters(source).values()), torch.device("cpu"))
+        self._transport_kind = self._transport_kind or TransportKind.for_device(device)
+        groups = [reduction.devices for reduction in self._program(self.strategy.mini_batch_size).reductions]
+        transport = make_transport(self._transport_kind, groups, self._timeout)
         self._source = source
-        self._executor = Executor(rank(), source, modules, transport, WallClock())
+        self._executor = Executor(rank(), source, modules, transport, WallClock(), device)
         trainable = [(name, p) for name, p in self._executor.parameters.items() if p.requires_grad]
         if self._make_optimizer is not None and trainable:
             self.optimizer = make_optimizer(self._make_optimizer, trainable)
@@ -152,7 +157,14 @@ class Pipeline:
     def _program(self, mini_batch_size: int) -> Program:
         if mini_batch_size not in self._programs:
             stages, schedule = resized(self.strategy, mini_batch_size)
-            self._programs[mini_batch_size] = lower(stages, schedule, num_devices=len(self.strategy.cluster))
+            assert self._transport_kind is not None
+            self._programs[mini_batch_size] = lower(
+                stages,
+                schedule,
+                num_devices=len(self.strategy.cluster),
+                matching=self._transport_kind.matching,
+                costs=ModelCosts(self.strategy.cost_model, stages),
+            )
         return self._programs[mini_batch_size]
 
     def step(self, batch: Any) -> StepResult:
@@ -342,10 +354,14 @@ def _digest(strategy: Strategy) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _all_parameters(source: StageSource) -> dict[str, nn.Parameter]:
+    """Return the parameters of all stages, which every rank has."""
+    return dict(source.stage_module([operator.name for operator in source.graph.operators]).named_parameters())
+
+
 def _parameters_digest(source: StageSource) -> str:
     """Return a hash of all parameters: replicas and tied copies must start equal to stay so."""
-    whole = source.stage_module([operator.name for operator in source.graph.operators])
-    digests = sorted((name, tensor_digest(parameter)) for name, parameter in whole.named_parameters())
+    digests = sorted((name, tensor_digest(parameter)) for name, parameter in _all_parameters(source).items())
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 

@@ -38,7 +38,7 @@ def dependencies(task: Task, stages: StageGraph) -> tuple[Task, ...]:
         *(
             Task(edge.target, Phase.BACKWARD, m)
             for edge in stages.outgoing[task.stage]
-            if edge.carries_gradient and stages.has_backward[edge.target]
+            if edge.returned
             for m in overlapping(stages, edge.target, samples)
         ),
     )
