@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from graphpipe.errors import (
         BatchError,
         CaptureError,
+        CheckpointError,
         DeadlockError,
         GraphPipeError,
         PlanningError,
         StrategyError,
     )
+    from graphpipe.runtime.checkpoint import Checkpointer, Saving
     from graphpipe.runtime.pipeline import Pipeline, StepResult
     from graphpipe.strategy import Strategy
 
@@ -40,6 +42,8 @@ __version__ = "0.1.0"
 _HOME = {
     "BatchError": "graphpipe.errors",
     "CaptureError": "graphpipe.errors",
+    "CheckpointError": "graphpipe.errors",
+    "Checkpointer": "graphpipe.runtime.checkpoint",
     "Cluster": "graphpipe.cluster",
     "DeadlockError": "graphpipe.errors",
     "Device": "graphpipe.cluster",
@@ -48,6 +52,7 @@ _HOME = {
     "Link": "graphpipe.cluster",
     "Pipeline": "graphpipe.runtime.pipeline",
     "PlanningError": "graphpipe.errors",
+    "Saving": "graphpipe.runtime.checkpoint",
     "StepResult": "graphpipe.runtime.pipeline",
     "Strategy": "graphpipe.strategy",
     "StrategyError": "graphpipe.errors",
@@ -58,6 +63,8 @@ _HOME = {
 __all__ = [
     "BatchError",
     "CaptureError",
+    "CheckpointError",
+    "Checkpointer",
     "Cluster",
     "DeadlockError",
     "Device",
@@ -66,6 +73,7 @@ __all__ = [
     "Link",
     "Pipeline",
     "PlanningError",
+    "Saving",
     "StepResult",
     "Strategy",
     "StrategyError",

@@ -31,3 +31,7 @@ class DeadlockError(StrategyError):
 
 class BatchError(GraphPipeError):
     """A batch does not have the inputs that the model was captured with."""
+
+
+class CheckpointError(GraphPipeError):
+    """A checkpoint cannot be written, is damaged, or belongs to another model."""

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 60
 
 
-def run_case(name: str, num_processes: int) -> list[dict[str, Any]]:
-    """Run a function of `tests.distributed.cases` on every rank and return what each one returned."""
+def run_case(name: str, num_processes: int, *arguments: str) -> list[dict[str, Any]]:
+    """Run a case as `tests.distributed.worker` names it on every rank and return what each one returned."""
     with tempfile.TemporaryDirectory() as folder:
-        done = torchrun(num_processes, ["-m", "tests.distributed.worker", name, folder])
+        done = torchrun(num_processes, ["-m", "tests.distributed.worker", name, folder, *arguments])
         assert done.returncode == 0, done.stdout + done.stderr
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
 

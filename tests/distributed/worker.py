@@ -1,4 +1,4 @@
-"""One rank of a case: ``python -m tests.distributed.worker CASE FOLDER`` under torchrun.
+"""One rank of a case: ``python -m tests.distributed.worker CASE FOLDER ARGUMENT...`` under torchrun.
 
 A case is a function of `tests.distributed.cases`, or of another module of this package as ``module.function``.
 """
@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    name, folder = sys.argv[1:]
+    name, folder, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     module, _, function = f"cases.{name}".rpartition(".")
     module = module.removeprefix("cases.")
-    result = getattr(importlib.import_module(f"tests.distributed.{module}"), function)()
+    result = getattr(importlib.import_module(f"tests.distributed.{module}"), function)(*arguments)
     (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

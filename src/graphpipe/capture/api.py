@@ -61,7 +61,7 @@ def capture(
     loss_unit = next(nodes for nodes in units.members if graph.loss in nodes)
     is_batch_wise = any(node in classification.batch_wise for node in loss_unit)
     reduction = _loss_reduction(classification.classes[graph.loss].kind, is_batch_wise)
-    return CapturedModel(description, layout, reduction, _parameter_names(model), graph, classification, units)
+    return CapturedModel(model, description, layout, reduction, _parameter_names(model), graph, classification, units)
 
 
 def eager_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None = None) -> Tensor:

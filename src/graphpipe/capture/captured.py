@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.describe import LOSS, Description
@@ -21,6 +21,7 @@ class CapturedModel:
     """A model as a graph of operators, any convex set of which can be had as a module.
 
     Attributes:
+        model: The module that was captured; stages share its parameters and buffers.
         graph: The operators and the values between them.
         values: The type of each value.
         inputs: The type of each tensor of a batch, such as ``pixel_values`` or ``xs.0``.
@@ -33,6 +34,7 @@ class CapturedModel:
 
     def __init__(
         self,
+        model: nn.Module,
         description: Description,
         layout: BatchLayout,
         loss_reduction: LossReduction,
@@ -41,6 +43,7 @@ class CapturedModel:
         classification: Classification,
         units: Units,
     ) -> None:
+        self.model = model
         self.graph: ComputationGraph = description.graph
         self.values: Mapping[str, ValueSpec] = description.values
         self.inputs: Mapping[str, ValueSpec] = layout.inputs

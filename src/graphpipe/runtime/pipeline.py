@@ -60,7 +60,7 @@ class StepResult:
 class Pipeline:
     """A model that is trained by a strategy. Every rank makes one, with the same model and strategy.
 
-    The model's own parameters are trained in place: those of a rank's stages on that rank. `gather_parameters` brings
+    The model's own parameters are trained in place: those of a rank's stages on that rank. `gather_state_dict` brings
     them together.
 
     Args:
@@ -79,6 +79,9 @@ class Pipeline:
         example_batch: A batch to capture the model with.
         timeout: After this long without an answer from another process a rank gives up.
         transport: How messages travel; by default NCCL where the model's parameters are on a GPU, else gloo.
+
+    Attributes:
+        num_steps: The updates of the parameters so far, also those before a checkpoint that was taken up.
 
     Raises:
         StrategyError: The strategy is for another model or number of processes.
@@ -117,6 +120,7 @@ class Pipeline:
         self._model = model
         self._executor: Executor | None = None
         self._batches_agree = False
+        self.num_steps = 0
         strategy.check_world_size(world_size())
         if not isinstance(model, nn.Module):
             self._build(model)
@@ -208,7 +212,13 @@ class Pipeline:
         assert self._update is not None
         result = self._update.apply()
         self._has_accumulated = False
+        self.num_steps += 1
         return result
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether there are gradients of `accumulate` that no update has used."""
+        return self._has_accumulated
 
     def _run(self, batch: Any, *, keeps: bool, updates: bool) -> StepResult:
         if self._executor is None or self._source is None:
@@ -280,6 +290,20 @@ class Pipeline:
         return self._built().parameters
 
     @property
+    def model(self) -> nn.Module:
+        """The whole model. This rank trains the part of it that its stages hold."""
+        self._built()
+        assert self._source is not None
+        return self._source.model
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The parameters and buffers of this rank's stages by their original names."""
+        executor = self._built()
+        buffers = {n: b for x in sorted(executor.modules) for n, b in executor.modules[x].named_buffers()}
+        return {**{name: p.detach() for name, p in executor.parameters.items()}, **buffers}
+
+    @property
     def required_inputs(self) -> tuple[str, ...]:
         """The model's inputs that this rank's stages read."""
         executor = self._built()
@@ -288,8 +312,24 @@ class Pipeline:
         return tuple(name for name in self._source.inputs if name in names)
 
     def gather_parameters(self) -> dict[str, Tensor]:
-        """Return every parameter of the model by its original name, on every rank. All ranks must call this."""
-        return self._gather({name: p.detach() for name, p in self._built().parameters.items()})
+        """Return every parameter of the model by its original name, on every rank. All ranks must call this.
+
+        Those that the loss does not depend on are as they were. A tied one has one name here, and all of its names in
+        what `gather_state_dict` returns, which a model can load.
+        """
+        found = self._gather({name: p.detach() for name, p in self._built().parameters.items()})
+        return {name: found.get(name, p.detach().clone()) for name, p in self.model.named_parameters()}
+
+    def gather_state_dict(self) -> dict[str, Any]:
+        """Return the ``state_dict()`` of the trained model, on every rank. All ranks must call this.
+
+        It has every parameter and every buffer that the model's own would have, so the unwrapped model loads it with
+        ``strict=True``. Parameters and buffers that the loss does not depend on are as they were.
+        """
+        first = {id(t): n for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
+        whole = self.model.state_dict(keep_vars=True)
+        found = self._gather(self.tensors)
+        return {n: found.get(first.get(id(t), n), t.detach() if isinstance(t, Tensor) else t) for n, t in whole.items()}
 
     def gather_gradients(self) -> dict[str, Tensor]:
         """Return the gradient of every parameter that has one, on every rank. All ranks must call this."""

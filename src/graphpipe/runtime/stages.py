@@ -33,9 +33,18 @@ class StageModule(Protocol):
         """Yield the parameters."""
         ...
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers."""
+        ...
+
 
 class StageSource(Protocol):
     """A model that can hand out any of its stages: `graphpipe.capture.CapturedModel` is one."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model, whose parameters and buffers the stages share."""
+        ...
 
     @property
     def graph(self) -> ComputationGraph:

@@ -1,0 +1,468 @@
+"""Saves the state of a training job while it runs, and takes it up again under the same or another strategy."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphpipe.errors import CheckpointError, GraphPipeError
+from graphpipe.runtime.checkpoint_folder import CheckpointFolder, FileFacts
+from graphpipe.runtime.checkpoint_state import (
+    RankState,
+    Stateful,
+    check_layout,
+    empty_tensor,
+    fit_schedule,
+    layout_of,
+    model_tensors,
+    prepare_optimizer,
+    random_state,
+    save_optimizer,
+    set_random_state,
+    storable,
+)
+from graphpipe.runtime.pipeline import Pipeline
+from graphpipe.runtime.plain_data import decode, encode
+from graphpipe.runtime.process_group import rank, world_size
+
+# Writing the state of a large model takes minutes, and the fastest rank waits for the slowest.
+_TIMEOUT = datetime.timedelta(minutes=30)
+_log = logging.getLogger("graphpipe.checkpoint")
+_T = TypeVar("_T")
+_END = object()
+_SCHEDULE = "pipeline.lr_scheduler"
+
+
+class Saving(Enum):
+    """When training goes on while a checkpoint is written.
+
+    Attributes:
+        SYNCHRONOUS: Once it is on disk.
+        ASYNCHRONOUS: Once the state is copied in memory; a thread writes the copy.
+    """
+
+    SYNCHRONOUS = "synchronous"
+    ASYNCHRONOUS = "asynchronous"
+
+
+class Checkpointer:
+    """Keeps the checkpoints of a pipeline in a folder. Every rank makes one; every method is called on all ranks.
+
+    A checkpoint holds the model's parameters and buffers, the optimizer's state and options, the steps and batches
+    done, the state of the random generators, and that of other objects that are given::
+
+        with gp.Checkpointer(pipeline, "checkpoints", save_every=100) as checkpoints:
+            checkpoints.restore()  # goes on where the last job ended, if there was one
+            for batch in checkpoints.remaining(batches):
+                pipeline.step(batch)
+                checkpoints.save_if_due()
+
+    Under the same strategy training goes on to the last bit as if it had not been interrupted, under another one
+    within the rounding of sums. On several machines the folder must be one that all of them see.
+
+    Args:
+        pipeline: With its example batch, so that its optimizer exists.
+        folder: Where the checkpoints are. One job at a time may use it; it may not exist yet.
+        save_every: Steps between the checkpoints of `save_if_due`; None to save with `save` only.
+        keep: How many of the newest checkpoints stay.
+        saving: Whether steps go on while a checkpoint is written.
+        states: Other objects to save, by name: loaders, or whatever else has ``state_dict`` and ``load_state_dict``.
+            They should be the same on every rank: under another number of ranks, new ones get the state of the first.
+
+    Raises:
+        CheckpointError: Another job uses the folder.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        folder: str | Path,
+        *,
+        save_every: int | None = None,
+        keep: int = 3,
+        saving: Saving = Saving.SYNCHRONOUS,
+        states: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
+        if save_every is not None and save_every < 1:
+            raise ValueError(f"save_every must be at least 1, not {save_every}")
+        self._pipeline = pipeline
+        self._folder = CheckpointFolder(Path(folder))
+        self._save_every = save_every
+        self._keep = keep
+        self._saving = saving
+        self._states = dict(states or {})
+        own = set(pipeline.tensors)
+        self._group = dist.new_group(list(range(world_size())), timeout=_TIMEOUT, backend="gloo")
+        self._writing: _Background | None = None
+        self._saved_step: int | None = None
+        self._batches_done: int | None = None
+        self._random_before: dict[str, Any] | None = None
+        self._batches_to_skip = 0
+        held = set().union(*self._gather(own))
+        self._unheld = sorted(set(model_tensors(pipeline.model)) - held)
+        self._on_first_rank(self._open)
+
+    def _open(self) -> None:
+        self._folder.lock()
+        steps = self._folder.steps()
+        for step in self._folder.remove_drafts():
+            newest = f"the newest whole one is of step {steps[-1]}" if steps else "there is no whole one"
+            _log.warning("a job ended while it saved a checkpoint of step %d, which is removed; %s", step, newest)
+        # A job may have ended between the last file of a checkpoint and `latest`.
+        self._folder.point_to_latest()
+
+    # ---- saving
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint if `save_every` steps have passed.
+
+        Raises:
+            CheckpointError: As `save` does.
+        """
+        if self._save_every is not None and self._pipeline.num_steps % self._save_every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Save a checkpoint now, unless that of this step is saved.
+
+        Raises:
+            CheckpointError: It cannot be written, for want of space for example, or the folder has checkpoints that
+                this job did not restore. Those before it are left as they are, and training may go on. An
+                asynchronous one that failed is reported by the next call.
+        """
+        self.wait()
+        if self._pipeline.has_accumulated:
+            raise CheckpointError("gradients that were accumulated are not saved; save after the update, not before it")
+        step = self._pipeline.num_steps
+        if step == self._saved_step:
+            return
+        state = self._agree(self._state)
+        self._on_first_rank(lambda: self._begin(step))
+        if self._saving is Saving.ASYNCHRONOUS:
+            copied = state.snapshot()
+            self._writing = _Background(lambda: self._write(step, copied))
+        else:
+            self._write(step, state)
+        self._saved_step = step
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is being written.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            try:
+                writing.join()
+            except CheckpointError:
+                self._saved_step = None
+                raise
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, and let other jobs use the folder.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._folder.unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # Other ranks may not come here: nothing that waits for them.
+            self._folder.unlock()
+
+    def _state(self) -> RankState:
+        """Return this rank's part of a checkpoint."""
+        pipeline = self._pipeline
+        tensors = {f"model.{name}": tensor for name, tensor in pipeline.tensors.items()}
+        if rank() == 0:
+            unheld = model_tensors(pipeline.model)
+            tensors |= {f"model.{name}": unheld[name] for name in self._unheld}
+        names = {id(parameter): name for name, parameter in pipeline.parameters.items()}
+        optimizer = pipeline.optimizer
+        record: dict[str, Any] = {
+            "optimizer": save_optimizer(optimizer, names, tensors) if optimizer is not None else None,
+            "random": encode(random_state(), tensors, f"rank.{rank()}.random"),
+            "states": {
+                name: encode(state.state_dict(), tensors, f"rank.{rank()}.states.{name}")
+                for name, state in self._all_states().items()
+            },
+        }
+        return RankState(tensors, record)
+
+    def _all_states(self) -> dict[str, Stateful]:
+        schedule = self._pipeline.lr_scheduler
+        return self._states if schedule is None else {**self._states, _SCHEDULE: schedule}
+
+    def _begin(self, step: int) -> None:
+        newest = max(self._folder.steps(), default=0)
+        if newest >= max(step, 1):
+            raise CheckpointError(
+                f"{str(self._folder.path)!r} has a checkpoint of step {newest}, which this job, at step {step}, did "
+                "not go on from; restore it before the first step, or name another folder"
+            )
+        self._folder.begin(step)
+
+    def _write(self, step: int, state: RankState) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        draft = self._folder.draft_of_step(step)
+        try:
+            try:
+                writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
+                save(
+                    {n: storable(t) for n, t in state.tensors.items()}, storage_writer=writer, process_group=self._group
+                )
+            except CheckpointException as error:
+                raise CheckpointError(_first_failure(error)) from error
+            self._finish(step, state, draft)
+        except CheckpointError as error:
+            if rank() == 0:
+                self._folder.abandon(step)
+            older = self._folder.steps()
+            left = f"that of step {older[-1]} is still there" if older else "there is none yet"
+            raise CheckpointError(f"the checkpoint of step {step} could not be saved: {error}; {left}") from error
+
+    def _finish(self, step: int, state: RankState, draft: Path) -> None:
+        """Write the manifest, once every rank has written its tensors."""
+
+        def checksums() -> dict[str, FileFacts]:
+            mine = sorted(draft.iterdir())[rank() :: world_size()]
+            return {path.name: FileFacts.of(path) for path in mine}
+
+        found = self._gather((self._agree(checksums), layout_of(state.tensors), state.record))
+        files = {name: facts for part, _, _ in found for name, facts in part.items()}
+        content = {
+            "batches": step if self._batches_done is None else self._batches_done,
+            "model": self._pipeline.strategy.graph.fingerprint,
+            "tensors": {name: layout for _, part, _ in found for name, layout in part.items()},
+            "ranks": [record for _, _, record in found],
+        }
+
+        def finish() -> None:
+            self._folder.finish(step, content, files)
+            self._folder.keep_last(self._keep)
+
+        self._on_first_rank(finish)
+
+    # ---- restoring
+
+    def restore(self, step: int | None = None) -> int:
+        """Take up the newest checkpoint, and return its step; 0 if there is none.
+
+        Call it before the first step. Parameters that were frozen then and are trained now, or another optimizer, are
+        refused; the learning rates and other options of the optimizer are those of the checkpoint.
+
+        Args:
+            step: The step of an older checkpoint to go back to. Newer ones are renamed, and no longer counted.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, of another model, or there is none of this step.
+        """
+        found = self._on_first_rank(lambda: self._find(step))
+        if found is None:
+            return 0
+        chosen, manifest = found
+        files = self._agree(lambda: self._folder.files_of(chosen, manifest))
+        self._agree(lambda: self._folder.check_files(chosen, files, sorted(files)[rank() :: world_size()]))
+        try:
+            self._agree(lambda: self._check_model(chosen, manifest))
+            targets = self._agree(lambda: self._targets(manifest))
+            self._read(chosen, targets)
+            self._agree(lambda: self._take_up(chosen, manifest["ranks"], targets))
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise self._folder.damaged(
+                chosen, f"its manifest is malformed ({type(error).__name__}: {error})"
+            ) from error
+        self._pipeline.num_steps = self._saved_step = chosen
+        self._batches_to_skip = int(manifest["batches"])
+        if step is not None:
+            self._on_first_rank(lambda: self._set_aside(step))
+        return chosen
+
+    def _find(self, step: int | None) -> tuple[int, dict[str, Any]] | None:
+        steps = self._folder.steps()
+        if step is not None and step not in steps:
+            there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
+            raise CheckpointError(f"{str(self._folder.path)!r} has no checkpoint of step {step}; {there}")
+        if not steps:
+            return None
+        chosen = steps[-1] if step is None else step
+        return chosen, self._folder.read_manifest(chosen)
+
+    def _set_aside(self, step: int) -> None:
+        for path in self._folder.set_aside_after(step):
+            _log.warning("going back to step %d; the later checkpoint is kept as %s", step, path)
+
+    def _check_model(self, step: int, manifest: Mapping[str, Any]) -> None:
+        found = {n: layout for n, layout in manifest["tensors"].items() if n.startswith("model.")}
+        model = model_tensors(self._pipeline.model)
+        expected = layout_of({f"model.{name}": tensor for name, tensor in model.items()})
+        check_layout(found, expected, step)
+        if manifest["model"] != self._pipeline.strategy.graph.fingerprint:
+            raise CheckpointError(
+                f"the checkpoint of step {step} is of another model: its parameters have the same names and "
+                "shapes, but the operations between them differ; build the model that was saved, or begin with its "
+                "exported parameters"
+            )
+
+    def _targets(self, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of this rank that the files of a checkpoint fill, by their names there."""
+        pipeline, layout = self._pipeline, manifest["tensors"]
+        unheld = model_tensors(pipeline.model)
+        targets: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in pipeline.tensors.items()}
+        targets |= {f"model.{name}": unheld[name] for name in self._unheld}
+        targets |= {name: empty_tensor(entry) for name, entry in layout.items() if name.startswith("rank.")}
+        records = [record["optimizer"] for record in manifest["ranks"] if record["optimizer"] is not None]
+        if pipeline.optimizer is not None and records:
+            names = {id(parameter): name for name, parameter in pipeline.parameters.items()}
+            targets |= prepare_optimizer(pipeline.optimizer, names, records, layout)
+        return targets
+
+    def _read(self, step: int, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors from the files of a checkpoint."""
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        buffers = {name: storable(tensor) for name, tensor in targets.items()}
+        reader = HuggingFaceStorageReader(str(self._folder.of_step(step)))
+        try:
+            load(buffers, storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            raise self._folder.damaged(step, _first_failure(error)) from error
+        for name, tensor in targets.items():
+            if not tensor.is_contiguous():
+                found = buffers[name]
+                tensor.copy_(torch.view_as_complex(found) if tensor.is_complex() else found)
+
+    def _take_up(self, step: int, records: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> None:
+        """Give this rank's other objects their states, from its own record if there is one."""
+        mine = records[rank() % len(records)]
+        for name, state in self._all_states().items():
+            saved = next((r["states"][name] for r in (mine, *records) if name in r["states"]), None)
+            if saved is None:
+                raise CheckpointError(
+                    f"the checkpoint of step {step} has no state of {name!r}; it was saved without it"
+                )
+            found = decode(saved, tensors)
+            state.load_state_dict(fit_schedule(found, self._pipeline.optimizer) if name == _SCHEDULE else found)
+        self._random_before = random_state()
+        set_random_state(decode(mine["random"], tensors))
+
+    def remaining(self, batches: Iterable[_T]) -> Iterator[_T]:
+        """Yield the batches that have not been trained on, of the same sequence as in the job that was interrupted.
+
+        Those before are drawn and dropped, with the random state in which they were drawn then.
+
+        Args:
+            batches: All batches of the job, from the first on.
+        """
+        stream = iter(batches)
+        if self._batches_to_skip and self._random_before is not None:
+            now = random_state()
+            set_random_state(self._random_before)
+            for done in range(self._batches_to_skip):
+                if next(stream, _END) is _END:
+                    raise CheckpointError(
+                        f"the checkpoint was saved after {self._batches_to_skip} batches, and there are {done}; "
+                        "pass all batches of the job"
+                    )
+            set_random_state(now)
+        self._batches_done = self._batches_to_skip
+        for batch in stream:
+            self._batches_done += 1
+            yield batch
+
+    # ---- agreement
+
+    def _gather(self, value: _T) -> list[_T]:
+        """Return what every rank gives."""
+        values: list[Any] = [None] * world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _agree(self, work: Callable[[], _T]) -> _T:
+        """Do something on every rank, and fail on all of them where it fails on one."""
+        result, error = _attempt(work)
+        failures = self._gather(None if error is None else _message(error))
+        _check(error, next((f for f in failures if f is not None), None))
+        return result  # type: ignore[return-value]
+
+    def _on_first_rank(self, work: Callable[[], _T]) -> _T:
+        """Do something on rank 0, and return or raise the outcome on every rank."""
+        result, error = _attempt(work) if rank() == 0 else (None, None)
+        outcome: list[Any] = [result, None if error is None else _message(error)]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        _check(error, outcome[1])
+        found: _T = outcome[0]
+        return found
+
+
+class _Background:
+    """Work in a thread that does not keep the process alive: it may wait for a rank that is gone."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end, and raise what the work raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _message(error: Exception) -> str:
+    return str(error) if isinstance(error, GraphPipeError) else f"rank {rank()}: {type(error).__name__}: {error}"
+
+
+def _check(error: Exception | None, failure: str | None) -> None:
+    """Raise this rank's own error, or what happened on another rank."""
+    if error is not None and not isinstance(error, OSError):
+        raise error
+    if failure is not None:
+        raise CheckpointError(failure) from error
+
+
+def _first_failure(error: Any) -> str:
+    """Return what went wrong first in torch.distributed.checkpoint."""
+    where, (cause, _) = min(error.failures.items(), key=lambda item: int(item[0]))
+    return f"rank {where}: {type(cause).__name__}: {cause}"

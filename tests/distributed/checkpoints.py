@@ -1,0 +1,103 @@
+"""What each rank does in the tests of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import graphpipe as gp
+from graphpipe.capture import capture
+from graphpipe.runtime.process_group import rank
+from tests.distributed.cases import batch_of, mean_square
+from tests.distributed.parity import Part, hand_made
+
+# Another number of devices, other cuts, micro-batch sizes and replicas.
+PLANS: dict[str, list[Part]] = {
+    "three": [("a", 2, (0,)), ("b c", 4, (1,)), ("", 2, (2,))],
+    "replicas": [("a b", 4, (0, 1)), ("c", 1, (2,)), ("", 8, (3,))],
+    "one": [("a b c", 2, (0,)), ("", 2, (0,))],
+}
+NUM_STEPS = 6
+
+
+class Net(nn.Module):
+    """Four layers, a tied weight, a buffer, and a layer that the loss does not need."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.d.weight = self.a.weight
+        self.unused = nn.Linear(4, 2)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("scale", torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.b(self.dropout(torch.tanh(self.a(x)))))
+        return self.d(torch.tanh(self.c(hidden * self.scale)))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return AdamW with another learning rate for biases."""
+    named = list(parameters)
+    biases = [(n, p) for n, p in named if n.endswith("bias")]
+    weights = [(n, p) for n, p in named if not n.endswith("bias")]
+    groups = [{"params": g, "lr": lr} for g, lr in ((weights, 0.01), (biases, 0.02)) if g]
+    return torch.optim.AdamW(groups, weight_decay=0.1)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a schedule that keeps a `Counter` and changes the rate before and after the interruption."""
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 5], gamma=0.5)
+
+
+def make(plan: str, dropout: float) -> gp.Pipeline:
+    captured = capture(Net(dropout), batch_of(8), loss_fn=mean_square)
+    pipeline = gp.Pipeline(captured, hand_made(captured, PLANS[plan], 8), optimizer=adamw, lr_scheduler=schedule)
+    torch.manual_seed(rank())
+    return pipeline
+
+
+def batches() -> list[dict[str, Tensor]]:
+    return [batch_of(8, seed=s) for s in range(NUM_STEPS)]
+
+
+def train(pipeline: gp.Pipeline, stream: Any) -> list[float]:
+    return [pipeline.step(batch).loss for batch in stream]
+
+
+def outcome(pipeline: gp.Pipeline, losses: list[float]) -> dict[str, Any]:
+    state = pipeline.gather_state_dict()
+    assert pipeline.optimizer is not None
+    return {
+        "losses": losses,
+        "state": {name: tensor.tolist() for name, tensor in state.items()},
+        "rates": sorted({group["lr"] for group in pipeline.optimizer.param_groups}),
+        "adam_steps": [int(s["step"]) for s in pipeline.optimizer.state.values()],
+    }
+
+
+def train_and_save(folder: str) -> dict[str, Any]:
+    """Six steps without a break, then three with a checkpoint, with dropout and without."""
+    found = {}
+    for name, dropout in (("dropout", 0.5), ("plain", 0.0)):
+        whole = make("three", dropout)
+        found[name] = outcome(whole, train(whole, batches()))
+        pipeline = make("three", dropout)
+        with gp.Checkpointer(pipeline, Path(folder) / name) as checkpoints:
+            assert checkpoints.restore() == 0
+            train(pipeline, batches()[:3])
+            checkpoints.save()
+    return found
+
+
+def resume(folder: str, plan: str, name: str) -> dict[str, Any]:
+    """Take up a checkpoint in new processes and train to the end."""
+    pipeline = make(plan, 0.5 if name == "dropout" else 0.0)
+    with gp.Checkpointer(pipeline, Path(folder) / name) as checkpoints:
+        step = checkpoints.restore()
+        losses = train(pipeline, checkpoints.remaining(batches()))
+    return {"step": step, **outcome(pipeline, losses)}
