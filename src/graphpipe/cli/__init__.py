@@ -18,7 +18,7 @@ from graphpipe.errors import GraphPipeError
 
 _COMMANDS = {
     "plan": "find stages, devices, micro-batch size and schedule for a model",
-    "show": "print a strategy, and draw its stage graph",
+    "show": "print and draw a strategy, or the branches of a model",
     "simulate": "predict the timeline and the memory of a strategy",
     "verify": "compare one step with a single process: the loss and every gradient",
     "train": "train a model by a strategy on every device",

@@ -8,16 +8,35 @@ import click
 
 from graphpipe.cli.output import print_strategy, write_text
 from graphpipe.estimate import estimate
+from graphpipe.report.outline_svg import outline_svg
+from graphpipe.report.outline_text import outline_text
 from graphpipe.report.stage_graph import stage_graph_svg
 from graphpipe.strategy import Strategy
 
 
-@click.command("show", short_help="print a strategy")
-@click.argument("strategy_file", metavar="STRATEGY", type=click.Path(path_type=Path))
-@click.option("--svg", type=click.Path(path_type=Path), help="Draw the stage graph into this file.")
+@click.command("show", short_help="print a strategy, or the shape of a model")
+@click.argument("strategy_file", metavar="[STRATEGY]", required=False, type=click.Path(path_type=Path))
+@click.option("--model", "reference", metavar="MODULE:FUNCTION", help="Show the model of this job instead.")
+@click.option("--svg", type=click.Path(path_type=Path), help="Draw the stage graph, or the model, into this file.")
 @click.option("--schedule", is_flag=True, help="Print the order of tasks on every device too.")
-def command(strategy_file: Path, svg: Path | None, schedule: bool) -> None:
-    """Print a strategy: its stages, devices, predicted time and memory, and a picture of its stage graph."""
+@click.option("--operators", is_flag=True, help="With --model: show every operator by itself.")
+def command(
+    strategy_file: Path | None, reference: str | None, svg: Path | None, schedule: bool, operators: bool
+) -> None:
+    """Print a strategy: its stages, devices, predicted time and memory, and a picture of its stage graph.
+
+    With --model, print the branches of a model instead, with their share of the work, and why a part is a knot.
+    """
+    if (strategy_file is None) == (reference is None):
+        raise click.UsageError("give either a STRATEGY or --model")
+    if reference is not None:
+        if schedule:
+            raise click.UsageError("--schedule belongs to a STRATEGY; a model has none")
+        _show_model(reference, svg, every_operator=operators)
+        return
+    if operators:
+        raise click.UsageError("--operators belongs to --model")
+    assert strategy_file is not None
     strategy = Strategy.load(strategy_file)
     found = estimate(strategy)
     print_strategy(strategy, found)
@@ -26,3 +45,15 @@ def command(strategy_file: Path, svg: Path | None, schedule: bool) -> None:
     if svg is not None:
         write_text(svg, stage_graph_svg(strategy, found))
         print(f"stage graph drawn in {svg}")
+
+
+def _show_model(reference: str, svg: Path | None, *, every_operator: bool) -> None:
+    from graphpipe.capture import capture
+    from graphpipe.cli.model_reference import load_job
+
+    job = load_job(reference)
+    graph = capture(job.model, job.example_batch, loss_fn=job.loss_fn).graph
+    print(outline_text(graph, every_operator=every_operator))
+    if svg is not None:
+        write_text(svg, outline_svg(graph, every_operator=every_operator))
+        print(f"\nmodel drawn in {svg}")

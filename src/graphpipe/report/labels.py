@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from graphpipe.cluster import Cluster
+from graphpipe.graph import Operator
 from graphpipe.stage import StageGraph
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
@@ -19,7 +20,11 @@ def stage_label(stages: StageGraph, x: int) -> str:
     ``vision_model.encoder.layers.0-1 (+3)`` holds layers 0 and 1 and three operators from elsewhere; ``head.*`` holds
     several modules of ``head``, none of which stands out.
     """
-    operators = [stages.graph.operators[i] for i in stages.operator_positions[x]]
+    return operators_label([stages.graph.operators[i] for i in stages.operator_positions[x]])
+
+
+def operators_label(operators: Sequence[Operator]) -> str:
+    """Return what some operators are, at least one, as `stage_label` does for those of a stage."""
     text, covered = _summary([tuple((o.module or o.name).split(".")) for o in operators])
     others = len(operators) - covered
     return f"{text} (+{others})" if others else text
