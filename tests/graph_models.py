@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.graph import ComputationGraph, Operator, Parameter, Value
 
@@ -59,6 +60,7 @@ class GraphModel(nn.Module):
         super().__init__()
         self.shapes = tuple(shapes)
         self.loss_reduction = reduction
+        self.autocast = Autocast()
         generator = torch.Generator().manual_seed(seed)
         self.matrices = nn.ParameterDict()
         self.scales = nn.ParameterDict()

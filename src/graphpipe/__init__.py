@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StrategyError,
     )
     from graphpipe.runtime.checkpoint import Checkpointer, Saving
+    from graphpipe.runtime.loss_scale import LossScaling
     from graphpipe.runtime.pipeline import Pipeline, StepResult
     from graphpipe.strategy import Strategy
 
@@ -50,6 +51,7 @@ _HOME = {
     "GraphPipeError": "graphpipe.errors",
     "Job": "graphpipe.api",
     "Link": "graphpipe.cluster",
+    "LossScaling": "graphpipe.runtime.loss_scale",
     "Pipeline": "graphpipe.runtime.pipeline",
     "PlanningError": "graphpipe.errors",
     "Saving": "graphpipe.runtime.checkpoint",
@@ -71,6 +73,7 @@ __all__ = [
     "GraphPipeError",
     "Job",
     "Link",
+    "LossScaling",
     "Pipeline",
     "PlanningError",
     "Saving",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphpipe.capture import CapturedModel, capture, eager_loss
+from graphpipe.capture import Autocast, CapturedModel, capture, eager_loss
 from graphpipe.cluster import Cluster
 from graphpipe.cost import ADAM, OptimizerCost, Profile
 from graphpipe.errors import GraphPipeError
 from graphpipe.planner.base import Planner, PlanningProblem, check_sizes
 from graphpipe.planner.graphpipe import GraphPipePlanner
 from graphpipe.profiler import measure_profile
+from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
 from graphpipe.runtime.update import LRSchedulerFactory, OptimizerFactory
 from graphpipe.strategy import Strategy
@@ -41,6 +43,8 @@ class Job:
         optimizer: Makes the optimizer from (name, parameter) pairs; by default AdamW with a learning rate of 1e-3.
         lr_scheduler: Makes the learning-rate schedule from the optimizer; stepped after every step.
         max_gradient_norm: The largest norm of all gradients together; None to clip nothing.
+        autocast: The lower type that the model runs in under autocast; None for its own types.
+        loss_scaling: How the loss is scaled, for training under autocast to float16.
         batches: Makes the batches to train with; every rank gets the same ones.
     """
 
@@ -50,7 +54,16 @@ class Job:
     optimizer: OptimizerFactory | None = None
     lr_scheduler: LRSchedulerFactory | None = None
     max_gradient_norm: float | None = None
+    autocast: torch.dtype | None = None
+    loss_scaling: LossScaling | None = None
     batches: Callable[[], Iterable[Any]] | None = None
+
+    def autocasting(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the autocast to plan, verify and train under, on the type of device that holds the parameters."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        device = next((p.device.type for p in self.model.parameters() if not p.is_meta), "cpu")
+        return torch.autocast(device, self.autocast)
 
 
 def plan(
@@ -176,13 +189,16 @@ def verify(
         strategy: For this model and number of processes.
         batch: One mini-batch.
         loss_fn: As it was given to `plan`.
-        tolerance: Relative; by default 1e-9 for a model in float64 and 1e-4 in float32.
+        tolerance: Relative; by default 1e-9 for a model in float64, 1e-4 in float32 and 5e-2 under autocast, where
+            micro-batches round elsewhere.
 
     Raises:
         GraphPipeError: The strategy is for another model or number of processes, or a task failed.
     """
     dtypes = {p.dtype for p in model.parameters()}
-    if tolerance is None:
+    if tolerance is None and Autocast.ambient().dtypes:
+        tolerance = 5e-2
+    elif tolerance is None:
         tolerance = 1e-9 if dtypes == {torch.float64} else 1e-4
     shadow = copy.deepcopy(model)
     pipeline = Pipeline(shadow, strategy, loss_fn=loss_fn, example_batch=batch)

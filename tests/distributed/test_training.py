@@ -52,3 +52,35 @@ def test_clipping_sees_the_gradients_of_all_ranks_once(updates: list[dict[str, A
 
 def test_a_rank_may_have_none_of_a_group(updates: list[dict[str, Any]]) -> None:
     assert [r["groups"]["group_sizes"] for r in updates] == [[2, 2, 0], [1, 0, 1], [1, 1, 0]]
+
+
+@pytest.fixture(scope="module")
+def precision() -> list[dict[str, Any]]:
+    """Return what each of three ranks found in the cases about precision, run in one job."""
+    return run_case("training_cases.precision", 3)
+
+
+def test_bfloat16_is_that_of_one_process(precision: list[dict[str, Any]]) -> None:
+    for result in (r["bfloat16"] for r in precision):
+        assert result["losses"] == precision[0]["bfloat16"]["losses"]
+        assert result["losses"] == pytest.approx(result["expected"], rel=1e-2)
+        assert result["losses"] != pytest.approx(result["expected"], rel=1e-9)  # micro-batches round elsewhere
+        assert result["parameter"] < 1e-2
+        assert result["edges"] == ["torch.bfloat16"]
+
+
+def test_stages_keep_the_autocast_of_the_capture(precision: list[dict[str, Any]]) -> None:
+    for result in (r["bfloat16"] for r in precision):
+        assert result["same_outside"]
+        assert (
+            "captured under autocast to bfloat16 on cpu and this step is under autocast to float16" in result["message"]
+        )
+
+
+def test_an_overflow_on_one_rank_skips_the_update_on_all(precision: list[dict[str, Any]]) -> None:
+    assert [r["float16"]["finite_here"] for r in precision] == [False, True, True]
+    for result in (r["float16"] for r in precision):
+        assert result["rows"] == result["expected"]
+        assert [skipped for _, skipped in result["rows"]] == [True, True, False, False]
+        assert result["unchanged"] == [True, True, False, False]
+        assert result["parameter"] < 1e-2

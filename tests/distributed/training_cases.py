@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphpipe.capture import capture, eager_loss
+from graphpipe.errors import GraphPipeError
+from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
 from tests.distributed.cases import Chain, batch_of, mean_square
 from tests.distributed.parity import Part, hand_made, relative, sgd
@@ -157,3 +159,104 @@ def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, [lambda step: (step + 1) / 4, lambda step: 1 / (step + 1), lambda _: 1.0]
     )
+
+
+class Branches(nn.Module):
+    """Two branches and a head, in float32. The left one starts at zero: its gradient may be large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.head = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 1)
+        nn.init.zeros_(self.left.weight)
+        self.float()
+
+    def forward(self, left: Tensor, right: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.left(left)) + torch.tanh(self.right(right))
+        return 0.1 * functional.mse_loss(self.head(hidden), y)
+
+
+def branches_batch(left_scale: float = 1.0, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"left": (8, 8), "right": (8, 8), "y": (8, 1)}
+    found = {name: torch.randn(shape, generator=generator, dtype=torch.float32) for name, shape in shapes.items()}
+    return {**found, "left": found["left"] * left_scale}
+
+
+BRANCHES = [("left", 4, (0,)), ("right", 2, (1,)), ("", 4, (2,))]
+
+
+def bfloat16() -> dict[str, Any]:
+    """Autocast around capture and steps, on one process and on three; and a step under another autocast."""
+    model, alone = Branches(), Branches()
+    batches = [branches_batch(seed=seed) for seed in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = capture(model, batches[0])
+        pipeline = Pipeline(captured, hand_made(captured, BRANCHES, 8), optimizer=sgd)
+        reference = sgd(alone.parameters())
+        losses, expected = [], []
+        for batch in batches:
+            losses.append(pipeline.step(batch).loss)
+            reference.zero_grad()
+            torch.clear_autocast_cache()  # torch would go on with the parameters of before the update
+            loss = eager_loss(alone, batch)
+            loss.backward()
+            reference.step()
+            expected.append(float(loss))
+        inside = pipeline.forward_backward(batches[0]).loss
+    outside = pipeline.forward_backward(batches[0]).loss
+    try:
+        with torch.autocast("cpu", torch.float16):
+            pipeline.step(batches[0])
+    except GraphPipeError as error:
+        message = str(error)
+    parameters = pipeline.gather_parameters()
+    return {
+        "losses": losses,
+        "expected": expected,
+        "parameter": max(relative(parameters[n], p.detach()) for n, p in alone.named_parameters()),
+        "edges": sorted({str(spec.dtype) for spec in captured.values.values()}),
+        "same_outside": outside == inside,
+        "message": message,
+    }
+
+
+def float16() -> dict[str, Any]:
+    """Loss scaling: the first batches overflow in the left branch alone, on rank 0."""
+    model, alone = Branches(), Branches()
+    batches = [branches_batch(300.0), branches_batch(100.0), branches_batch(seed=2), branches_batch(seed=3)]
+    scaling = LossScaling(growth_interval=2)
+    with torch.autocast("cpu", torch.float16):
+        captured = capture(model, batches[0])
+        pipeline = Pipeline(captured, hand_made(captured, BRANCHES, 8), optimizer=sgd, loss_scaling=scaling)
+        reference, scaler = sgd(alone.parameters()), torch.amp.GradScaler("cpu", growth_interval=2)
+        assert pipeline.loss_scaler is not None
+        rows, expected, unchanged = [], [], []
+        for batch in batches:
+            before = pipeline.gather_parameters()
+            result = pipeline.step(batch)
+            after = pipeline.gather_parameters()
+            unchanged.append(all(torch.equal(before[name], after[name]) for name in before))
+            rows.append((pipeline.loss_scaler.scale, result.is_skipped))
+            mine = {n: bool(p.grad is not None and p.grad.isfinite().all()) for n, p in pipeline.parameters.items()}
+            if len(rows) == 1:
+                finite = all(mine.values())
+            reference.zero_grad()
+            torch.clear_autocast_cache()
+            scaler.scale(eager_loss(alone, batch)).backward()
+            scaler.step(reference)
+            old = scaler.get_scale()
+            scaler.update()
+            expected.append((scaler.get_scale(), scaler.get_scale() < old))
+    return {
+        "rows": rows,
+        "expected": expected,
+        "unchanged": unchanged,
+        "finite_here": finite,
+        "parameter": max(relative(after[n], p.detach()) for n, p in alone.named_parameters()),
+    }
+
+
+def precision() -> dict[str, Any]:
+    """Both in one job."""
+    return {"bfloat16": bfloat16(), "float16": float16()}

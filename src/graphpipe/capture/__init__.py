@@ -1,12 +1,14 @@
 """Capture: from an unmodified PyTorch model to a graph of operators, and to modules for parts of it."""
 
 from graphpipe.capture.api import capture, eager_loss
+from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.capture.stage_module import StageModule
 from graphpipe.capture.units import Granularity
 
 __all__ = [
+    "Autocast",
     "CapturedModel",
     "Granularity",
     "LossReduction",

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphpipe.capture.accounting import account
+from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.classes import Kind
@@ -31,7 +32,7 @@ def capture(
 
     The model is not changed. It may be on the meta device; the example batch may not. Freeze parameters before the
     capture, and capture again after freezing others. A model in train mode keeps the mode of each of its modules; one
-    in eval mode is captured in train mode. Under autocast, capture and train under the same one.
+    in eval mode is captured in train mode. A model that is captured under autocast runs under the same one.
 
     Args:
         model: The model.
@@ -50,6 +51,7 @@ def capture(
             fixed, it branches on the values of a tensor, or it modifies an input. The message names the line.
     """
     layout, tensors = _flatten(model, example_batch)
+    autocast = Autocast.ambient()
     wrapper = ModelWithLoss(model, layout, loss_fn)
     with shapes_for_meta(model) as original:
         module = export_graph(wrapper, list(tensors.values()), layout)
@@ -61,7 +63,9 @@ def capture(
     loss_unit = next(nodes for nodes in units.members if graph.loss in nodes)
     is_batch_wise = any(node in classification.batch_wise for node in loss_unit)
     reduction = _loss_reduction(classification.classes[graph.loss].kind, is_batch_wise)
-    return CapturedModel(model, description, layout, reduction, _parameter_names(model), graph, classification, units)
+    return CapturedModel(
+        model, description, layout, reduction, _parameter_names(model), graph, classification, units, autocast
+    )
 
 
 def eager_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None = None) -> Tensor:

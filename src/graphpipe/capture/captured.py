@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.describe import LOSS, Description
 from graphpipe.capture.probe import Classification
@@ -30,6 +31,7 @@ class CapturedModel:
         loss_reduction: How the loss of a mini-batch follows from those of its micro-batches.
         parameter_names: For each parameter in the graph, all of the model's names for it, its own name first. Tied
             parameters have several.
+        autocast: What the model was captured under, and its stages run under.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class CapturedModel:
         training_graph: TrainingGraph,
         classification: Classification,
         units: Units,
+        autocast: Autocast,
     ) -> None:
         self.model = model
         self.graph: ComputationGraph = description.graph
@@ -50,6 +53,7 @@ class CapturedModel:
         self.loss = LOSS
         self.loss_reduction = loss_reduction
         self.parameter_names = parameter_names
+        self.autocast = autocast
         self._layout = layout
         self._value_names = description.value_names
         self._training_graph = training_graph
@@ -105,7 +109,7 @@ class CapturedModel:
         outputs = [node for node in sorted(own, key=self._training_graph.order.__getitem__) if leaves(node)]
         is_batch_wise = any(self.graph.operators[i].is_batch_wise for i in positions)
         counted = {} if is_batch_wise else self._classification.counted_targets
-        return build_stage(self._training_graph, nodes, self._value_names, outputs, counted)
+        return build_stage(self._training_graph, nodes, self._value_names, outputs, counted, self.autocast)
 
     def _checked(self, operators: Sequence[str]) -> list[int]:
         if not operators:

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.evaluate import evaluate
 from graphpipe.capture.losses import check_targets
 from graphpipe.capture.nodes import argument_of, attribute_of, is_size, value_of
@@ -33,10 +34,12 @@ class StageModule(nn.Module):
         symbols: frozenset[sympy.Symbol],
         input_names: tuple[str, ...],
         output_names: tuple[str, ...],
+        autocast: Autocast,
     ) -> None:
         super().__init__()
         self.input_names = input_names
         self.output_names = output_names
+        self._autocast = autocast
         # A plain list keeps the program, which has no state, out of the module tree: the tree has original names only.
         self._program = [program]
         self._constants: dict[str, Tensor] = {}
@@ -67,7 +70,8 @@ class StageModule(nn.Module):
         own = [self._constants[name] if module is None else getattr(module, name) for module, name in self._owners]
         sizes = [evaluate(size, self._symbols, num_samples) for size in self._sizes]
         device = next((t.device for t in (*own, *given)), torch.device("cpu"))
-        results = self._program[0](*given, *own, *sizes, device)
+        with self._autocast.applied():
+            results = self._program[0](*given, *own, *sizes, device)
         return dict(zip(self.output_names, results, strict=True))
 
     def _register(self, kind: AttributeKind, name: str, tensor: Tensor) -> tuple[nn.Module | None, str]:
@@ -99,6 +103,7 @@ def build_stage(
     names: Mapping[fx.Node, str],
     outputs: Sequence[fx.Node],
     counted_targets: Mapping[fx.Node, int],
+    autocast: Autocast,
 ) -> StageModule:
     """Return the module that runs some operations of a graph.
 
@@ -108,6 +113,7 @@ def build_stage(
         names: Of the values that may pass between stages, and of the loss.
         outputs: The operations whose results it gives, a subset of `nodes`.
         counted_targets: For each loss to check, how many targets of each sample count.
+        autocast: What the graph was captured under.
     """
     ordered = sorted(nodes, key=graph.order.__getitem__)
     reads = [read for node in ordered for read in node.all_input_nodes]
@@ -164,4 +170,5 @@ def build_stage(
         graph.batch_symbols,
         received_names,
         tuple(names[node] for node in outputs),
+        autocast,
     )

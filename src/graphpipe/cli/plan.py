@@ -55,7 +55,7 @@ def command(
 
     job = load_job(reference)
     messages = Console(stderr=True)
-    with messages.status("planning") as status:
+    with messages.status("planning") as status, job.autocasting():
         strategy = api.plan(
             job.model,
             job.example_batch,

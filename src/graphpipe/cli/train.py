@@ -64,15 +64,17 @@ def command(
 
     strategy.check_world_size(world_size())
     job = load_job(reference)
-    pipeline = Pipeline(
-        job.model,
-        strategy,
-        loss_fn=job.loss_fn,
-        optimizer=job.optimizer or default_optimizer,
-        lr_scheduler=job.lr_scheduler,
-        max_gradient_norm=job.max_gradient_norm,
-        example_batch=job.example_batch,
-    )
+    with job.autocasting():
+        pipeline = Pipeline(
+            job.model,
+            strategy,
+            loss_fn=job.loss_fn,
+            optimizer=job.optimizer or default_optimizer,
+            lr_scheduler=job.lr_scheduler,
+            max_gradient_norm=job.max_gradient_norm,
+            loss_scaling=job.loss_scaling,
+            example_batch=job.example_batch,
+        )
     _train(pipeline, islice(batches(job, strategy.mini_batch_size), steps), steps, log_every)
     _write(pipeline, trace, report, save)
 

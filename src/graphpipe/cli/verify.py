@@ -33,7 +33,8 @@ def command(strategy_file: Path, reference: str) -> None:
     strategy.check_world_size(world_size())
     job = load_job(reference)
     batch = next(batches(job, strategy.mini_batch_size))
-    found = api.verify(job.model, strategy, batch, loss_fn=job.loss_fn)
+    with job.autocasting():
+        found = api.verify(job.model, strategy, batch, loss_fn=job.loss_fn)
     name, error = found.worst
     line = (
         f"loss {found.loss:.9g}, single process {found.reference_loss:.9g}; largest relative difference of "

@@ -68,6 +68,7 @@ def measure_profile(
         "graph": captured.graph.fingerprint,
         "sizes": ascending,
         "dtypes": sorted({str(p.dtype) for module in modules.values() for p in module.parameters()}),
+        "autocast": str(captured.autocast),
         "device": name,
         "node": platform.node(),
         "torch": torch.__version__,

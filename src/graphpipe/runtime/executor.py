@@ -76,6 +76,9 @@ class Executor:
         transport: Moves messages.
         clock: Tells the time of the trace.
         torch_device: Where buffers are made.
+
+    Attributes:
+        loss_scale: What the gradient of the loss is multiplied by, and with it every gradient that `run` leaves.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Executor:
         self.clock = clock
         self.torch_device = torch_device or torch.device("cpu")
         self.spans: list[Span] = []
+        self.loss_scale = 1.0
 
     def run(
         self, program: Program, inputs: Mapping[str, Tensor], optimizer_step: Callable[[], None] | None = None
@@ -291,7 +295,7 @@ class Executor:
                 continue
             if name == self.source.loss:
                 outputs.append(output)
-                gradients.append(torch.full_like(output, self._loss_weight(batch, samples)))
+                gradients.append(torch.full_like(output, self.loss_scale * self._loss_weight(batch, samples)))
             elif (task, name) in batch.incoming:
                 outputs.append(output)
                 gradients.append(self._gather_gradient(batch, task, name, output, samples))

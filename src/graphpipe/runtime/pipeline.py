@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphpipe.capture import capture
+from graphpipe.capture import Autocast, capture
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import WallClock
 from graphpipe.runtime.executor import Executor
+from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
 from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, join, rank, world_size
 from graphpipe.runtime.process_transports import TransportKind, make_transport
 from graphpipe.runtime.resize import resized
@@ -48,13 +49,15 @@ class StepResult:
     Attributes:
         loss: The loss of the whole mini-batch, the same number on every rank.
         num_samples: The samples of the mini-batch.
-        gradient_norm: The 2-norm of all gradients of the model before clipping; None where nothing is clipped, or the
-            parameters were left as they are.
+        gradient_norm: The 2-norm of all gradients of the model before clipping; None without clipping and loss scaling,
+            or if the mini-batch did not update the parameters.
+        is_skipped: Whether the update was left out because a scaled gradient was infinite or undefined.
     """
 
     loss: float
     num_samples: int
     gradient_norm: float | None = None
+    is_skipped: bool = False
 
 
 class Pipeline:
@@ -76,7 +79,9 @@ class Pipeline:
             optimizer; `ReduceLROnPlateau` needs a metric, so you step it: ``pipeline.lr_scheduler.step(metric)``.
         max_gradient_norm: Scales all gradients of the model down together where their norm over all ranks is larger,
             each parameter counted once; ``math.inf`` only measures it.
-        example_batch: A batch to capture the model with.
+        loss_scaling: For training under autocast to float16: every rank scales the loss alike, and skips the same
+            updates.
+        example_batch: A batch to capture the model with, under the autocast that is in force.
         timeout: After this long without an answer from another process a rank gives up.
         transport: How messages travel; by default NCCL where the model's parameters are on a GPU, else gloo.
 
@@ -98,6 +103,7 @@ class Pipeline:
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: LRSchedulerFactory | None = None,
         max_gradient_norm: float | None = None,
+        loss_scaling: LossScaling | None = None,
         example_batch: Any = None,
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
         transport: TransportKind | None = None,
@@ -111,6 +117,7 @@ class Pipeline:
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._max_gradient_norm = checked_norm(max_gradient_norm)
+        self._loss_scaler = None if loss_scaling is None else LossScaler(loss_scaling)
         self._update: Update | None = None
         self._has_accumulated = False
         self._timeout = timeout
@@ -148,6 +155,8 @@ class Pipeline:
             self.optimizer = make_optimizer(self._make_optimizer, trainable)
             if self._make_lr_scheduler is not None:
                 self.lr_scheduler = self._make_lr_scheduler(self.optimizer)
+        if self._loss_scaler is not None:
+            check_scalable(self._executor.parameters)
         self._update = Update(
             self._executor.parameters,
             counted_parameters(self.strategy.stages, rank()),
@@ -155,6 +164,7 @@ class Pipeline:
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             max_gradient_norm=self._max_gradient_norm,
+            loss_scaler=self._loss_scaler,
         )
         _warm_up_autograd()
 
@@ -231,23 +241,39 @@ class Pipeline:
         program = self._program(count)
         if not self._batches_agree:
             self._check_batches(inputs)
+        self._check_autocast(self._source)
+        if self._loss_scaler is not None:
+            self._executor.loss_scale = self._loss_scaler.scale
         before = {n: p.grad for n, p in self._executor.parameters.items() if keeps and p.grad is not None}
         for parameter in self._executor.parameters.values():
             parameter.grad = None
         finished: list[UpdateResult] = []
 
         def finish() -> None:
-            self._add_gradients(before)
+            self._complete_gradients(before)
             finished.append(self.update() if updates else UpdateResult())
 
         loss = self._executor.run(program, inputs, finish if updates else None)
         if not finished:  # also on a rank without a stage, whose program is empty
             finish()
         self._executor.transport.all_reduce(range(dist.get_world_size()), loss)
-        return StepResult(float(loss), count, finished[0].gradient_norm)
+        return StepResult(float(loss), count, finished[0].gradient_norm, finished[0].is_skipped)
 
-    def _add_gradients(self, before: Mapping[str, Tensor]) -> None:
-        """Add gradients of earlier mini-batches, which the sum over replicas must not see a second time."""
+    def _check_autocast(self, source: StageSource) -> None:
+        ambient = Autocast.ambient()
+        if ambient.dtypes and ambient != source.autocast:
+            raise GraphPipeError(
+                f"the model was captured under {source.autocast} and this step is under {ambient}; plan, and make the "
+                "pipeline, under the autocast that it is trained with"
+            )
+
+    def _complete_gradients(self, before: Mapping[str, Tensor]) -> None:
+        """Undo the scale, and add gradients of earlier mini-batches: the sums over replicas must not see them again."""
+        scale = self._built().loss_scale
+        if scale != 1.0:
+            for parameter in self._built().parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / scale)
         for name, gradient in before.items():
             parameter = self._built().parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -283,6 +309,11 @@ class Pipeline:
                         "the same batch: make it with the same seed, and shuffle it in the same way, on all of them"
                     )
         self._batches_agree = True
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """The scale of the loss as it is now; None without loss scaling."""
+        return self._loss_scaler
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

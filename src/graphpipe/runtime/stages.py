@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.graph import ComputationGraph
 from graphpipe.stage import SampleRange
@@ -74,6 +75,11 @@ class StageSource(Protocol):
     @property
     def loss_reduction(self) -> LossReduction:
         """How the losses of micro-batches make up that of the mini-batch."""
+        ...
+
+    @property
+    def autocast(self) -> Autocast:
+        """What its stages run under."""
         ...
 
     def flatten_batch(self, batch: Any) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from graphpipe.errors import GraphPipeError
+from graphpipe.runtime.loss_scale import LossScaler
 from graphpipe.stage import StageGraph
 
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
@@ -25,10 +26,12 @@ class UpdateResult:
     """What an update did, the same on every rank.
 
     Attributes:
-        gradient_norm: The 2-norm of all gradients of the model before clipping; None where nothing is clipped.
+        gradient_norm: The 2-norm of all gradients of the model before clipping; None without clipping and loss scaling.
+        is_skipped: Whether the parameters were left as they are because a scaled gradient was infinite or undefined.
     """
 
     gradient_norm: float | None = None
+    is_skipped: bool = False
 
 
 class Update:
@@ -41,6 +44,7 @@ class Update:
         optimizer: None to leave the parameters as they are, and on a rank without trainable ones.
         lr_scheduler: Stepped after the optimizer, unless it needs a metric as `ReduceLROnPlateau` does.
         max_gradient_norm: All gradients are scaled down together where their norm is larger.
+        loss_scaler: Hears of every update; one with an infinite or undefined gradient on any rank is skipped on all.
 
     Raises:
         ValueError: The largest norm is not above zero.
@@ -55,9 +59,11 @@ class Update:
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: LRScheduler | None = None,
         max_gradient_norm: float | None = None,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        self.loss_scaler = loss_scaler
         self._parameters = parameters
         self._counted = frozenset(counted)
         self._sum_over_ranks = sum_over_ranks
@@ -65,24 +71,32 @@ class Update:
 
     def apply(self) -> UpdateResult:
         """Clip the gradients, then step the optimizer and the scheduler."""
-        norm = None if self._max_norm is None else self._clip(self._max_norm)
+        norm = None if self._max_norm is None and self.loss_scaler is None else self._norm()
+        if norm is not None and self.loss_scaler is not None:
+            overflowed = not math.isfinite(norm)
+            self.loss_scaler.updated(overflowed=overflowed)
+            if overflowed:
+                return UpdateResult(norm, is_skipped=True)
+        if norm is not None and self._max_norm is not None:
+            self._clip(norm, self._max_norm)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step()
         return UpdateResult(norm)
 
-    def _clip(self, max_norm: float) -> float:
+    def _norm(self) -> float:
         total = sum_of_squares(p.grad for name, p in self._parameters.items() if name in self._counted)
         self._sum_over_ranks(total)
-        norm = math.sqrt(float(total))
+        return math.sqrt(float(total))
+
+    def _clip(self, norm: float, max_norm: float) -> None:
         # A norm that is not a number goes into the gradients, as in torch: hiding it would train on.
         factor = max_norm / (norm + _NORM_EPSILON)
         if not factor >= 1.0:
             for parameter in self._parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        return norm
 
 
 def make_optimizer(make: OptimizerFactory, trainable: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
