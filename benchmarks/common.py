@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -54,6 +55,11 @@ def at_least(name: str, value: float, unit: str, goal: float, paper: float | Non
 def at_most(name: str, value: float, unit: str, goal: float, paper: float | None = None) -> Figure:
     """Return a figure that should not be above its goal."""
     return Figure(name=name, value=value, unit=unit, goal=goal, paper=paper, holds=value <= goal)
+
+
+def progress(line: str) -> None:
+    """Tell a person who waits what is done, apart from the results."""
+    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 def print_report(name: str, report: Report) -> None:

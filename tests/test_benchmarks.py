@@ -6,14 +6,15 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks import case_study, paper_models
+from benchmarks import case_study, paper_models, plots, scale, search
 from benchmarks.__main__ import NAMES
 from benchmarks.common import Figure, Report, at_least, at_most, print_report, write_report
-from benchmarks.problems import PLANNERS, planned, samples_per_s, summit_problem
+from benchmarks.problems import OPTIMIZER, PLANNERS, planned, samples_per_s, summit_problem
 from graphpipe.cost import DEVICE_KINDS
 
 LINEAR_FLOPS = 2 * 4096 * 4096
@@ -54,6 +55,7 @@ def test_dlrm_tables_are_a_million_rows_and_are_looked_up() -> None:
 def test_a_problem_knows_the_costs_at_every_size_that_a_replica_meets() -> None:
     problem = summit_problem(paper_models.candle_uno(3), 5, 48)
     assert problem.micro_batch_sizes == (1, 2, 4, 8, 16, 48)
+    assert problem.optimizer == OPTIMIZER
     for size in problem.micro_batch_sizes:
         for replicas in range(1, 6):
             assert not problem.profile.is_interpolated(-(-size // replicas))
@@ -100,10 +102,61 @@ def test_a_report_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert data["environment"]["cores"] >= 1
 
 
-@pytest.mark.parametrize("arguments", [["nothing"], ["all", "--json", "x"], ["search", "--out", "x"]])
-def test_the_command_refuses_what_it_cannot_do(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("arguments", ["nothing", "all --json x", "search --out x", "plot --out x", "plot"])
+def test_the_command_refuses_what_it_cannot_do(arguments: str) -> None:
+    command = [sys.executable, "-m", "benchmarks", *arguments.split()]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "error: " in done.stderr
+
+
+def test_operators_in_line_have_no_branches() -> None:
+    graph = paper_models.candle_uno(3)
+    line = search.in_line(graph)
+    assert line.operators == graph.operators
+    assert set(graph.values) < set(line.values)
+    assert all(u + 1 in after for u, after in enumerate(line.successors[:-1]))
+    # Nothing is sent for it.
+    assert sum(value.num_bytes(8) for value in line.values) == sum(value.num_bytes(8) for value in graph.values)
+
+
+def test_scale_s_graphs_have_equal_branches_of_the_wanted_size() -> None:
+    graph = scale.branched(4, 103)
+    assert len(graph.operators) == 4 * 25 + 1
+    assert len(graph.predecessors[-1]) == 4
+    assert sum(not before for before in graph.predecessors) == 4
+
+
+def test_simulated_events_are_counted() -> None:
+    seconds, few = scale.simulated_events(4, 8)
+    _, many = scale.simulated_events(4, 16)
+    assert seconds > 0
+    # Every micro-batch makes as many, and each device adds a sum of gradients or a step of the optimizer.
+    assert many - few == scale.simulated_events(4, 24)[1] - many
+    assert few < many < 2 * few
+
+
+def test_pictures_are_drawn_from_the_files(tmp_path: Path) -> None:
+    figures = [
+        at_least(f"mmt/{devices}/graphpipe_over_pipedream", 1 + devices / 100, "ratio", 1.0, paper=1.25)
+        for devices in (4, 8)
+    ]
+    figures.append(Figure(name="mmt/4/piper_finishes", value=0, unit="0 or 1"))
+    write_report(Report(claim="It gains.", figures=tuple(figures)), tmp_path / "throughput.json")
+    searches = (at_most("mmt4/32/search_s", 0.1, "s", 0.15), Figure(name="mmt4/32/sweep_s", value=1.0, unit="s"))
+    write_report(Report(claim="It is fast.", figures=searches), tmp_path / "search.json")
+    first = {path.name: path.read_text() for path in plots.draw_all(tmp_path)}
+    assert set(first) == {"throughput.svg", "search.svg"}
+    assert "mmt over_pipedream" in first["throughput.svg"]
+    assert "sweep_s" in first["search.svg"]
+    assert {path.name: path.read_text() for path in plots.draw_all(tmp_path)} == first
+
+
+def test_a_picture_shows_the_figures_of_its_pattern() -> None:
+    data = [asdict(Figure(name=name, value=1, unit="ratio")) for name in ("a/4/graphpipe_over_piper", "a/4/else", "b")]
+    (series,) = plots.points(plots.PLOTS["throughput"], data).items()
+    assert series == ("a over_piper", [("4", data[0])])
+
+
+def test_every_benchmark_has_a_picture() -> None:
+    assert set(plots.PLOTS) == set(NAMES)

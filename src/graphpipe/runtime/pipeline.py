@@ -416,8 +416,11 @@ class Pipeline:
 
 def tensor_digest(tensor: Tensor) -> str:
     """Return a hash of a tensor's shape, type and bytes."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype} ".encode() + data).hexdigest()
+    found = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
+    if tensor.numel():
+        # Hashed in place: a batch may be large.
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _digest(strategy: Strategy) -> str:
