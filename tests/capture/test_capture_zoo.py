@@ -80,7 +80,11 @@ def batch_wise(captured: CapturedModel) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["MMT", "DLRM", "CANDLE-Uno", "Sequential Transformer", "BERT", "GPT-2", "T5", "Whisper", "Llama", "LSTM tagger"],
+    [
+        name
+        for name in ZOO
+        if name not in ("CLIP", "SigLIP", "Two-tower retrieval", "U-Net", "ResNet and Inception") and "loss" not in name
+    ],
 )
 def test_models_whose_samples_never_meet(name: str) -> None:
     _, captured = captured_zoo(name)
@@ -93,6 +97,13 @@ def test_contrastive_losses_alone_need_the_whole_batch(name: str) -> None:
     _, captured = captured_zoo(name)
     assert batch_wise(captured) == [captured.loss_operator]
     assert captured.loss_reduction is LossReduction.WHOLE
+
+
+def test_experts_take_micro_batches_and_a_loss_of_their_load_does_not() -> None:
+    _, captured = captured_zoo("Mixtral with router loss")
+    assert batch_wise(captured) == [captured.loss_operator]
+    experts = [o.name for o in captured.graph.operators if "experts" in o.name]
+    assert experts == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
 
 def test_a_shared_encoder_has_units_of_its_own_for_each_call() -> None:

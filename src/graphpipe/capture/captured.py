@@ -109,7 +109,8 @@ class CapturedModel:
         outputs = [node for node in sorted(own, key=self._training_graph.order.__getitem__) if leaves(node)]
         is_batch_wise = any(self.graph.operators[i].is_batch_wise for i in positions)
         counted = {} if is_batch_wise else self._classification.counted_targets
-        return build_stage(self._training_graph, nodes, self._value_names, outputs, counted, self.autocast)
+        filled = frozenset[fx.Node]() if is_batch_wise else self._classification.filled
+        return build_stage(self._training_graph, nodes, self._value_names, outputs, counted, filled, self.autocast)
 
     def _checked(self, operators: Sequence[str]) -> list[int]:
         if not operators:

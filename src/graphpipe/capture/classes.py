@@ -22,6 +22,8 @@ class Kind(StrEnum):
     """The tensor of a batch is the sample-weighted mean of those of its parts."""
     SUM = "sum"
     """The tensor of a batch is the sum of those of its parts."""
+    MIXED = "mixed"
+    """Rows of all samples in another order, such as that of their experts: any part of a batch makes its own."""
     WHOLE = "whole"
     """In no way that parts of the batch could give."""
 
@@ -60,4 +62,5 @@ INDEPENDENT = SampleClass(Kind.INDEPENDENT)
 COUNT = SampleClass(Kind.COUNT)
 MEAN = SampleClass(Kind.MEAN)
 SUM = SampleClass(Kind.SUM)
+MIXED = SampleClass(Kind.MIXED)
 WHOLE = SampleClass(Kind.WHOLE)

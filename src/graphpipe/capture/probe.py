@@ -16,6 +16,7 @@ reduction counts as mixing samples: the answer is then exact, if slower.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,10 +26,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, WHOLE, Kind, SampleClass
-from graphpipe.capture.evaluate import run_node
+from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, MIXED, SUM, WHOLE, Kind, SampleClass
+from graphpipe.capture.evaluate import run_node, value_from_inputs
+from graphpipe.capture.filling import has_place_for_each
 from graphpipe.capture.losses import counted_targets, is_plain_loss
+from graphpipe.capture.mixing import grouped_product, is_product_of_rows, lasting_mixtures, starts_mixing
 from graphpipe.capture.nodes import (
+    argument_of,
     inputs_of,
     is_random,
     is_size,
@@ -69,11 +73,14 @@ class Classification:
         classes: By node: a class, or a tuple of them where the operation gives several tensors.
         batch_wise: The operations that need the whole mini-batch.
         counted_targets: For the classification losses that micro-batches share, how many targets of each sample count.
+        filled: The operations that put rows into the places of a mask, as many for each sample as it has places. That
+            is to be checked for every micro-batch.
     """
 
     classes: Mapping[fx.Node, Any]
     batch_wise: frozenset[fx.Node]
     counted_targets: Mapping[fx.Node, int]
+    filled: frozenset[fx.Node]
 
 
 def classify(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Classification:
@@ -93,10 +100,9 @@ def classify(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Classificat
         try:
             torch.manual_seed(0)
             try:
-                return _Probe(graph, perturbed(graph, tensors)).run()
+                return _classify(graph, perturbed(graph, tensors), tensors)
             except Exception:  # zeroed integers may be out of the model's range, such as offsets
-                torch.manual_seed(0)
-                return _Probe(graph, tensors).run()
+                return _classify(graph, tensors, tensors)
         except Exception as error:
             raise CaptureError(
                 f"the model does not run on {NUM_SAMPLES} samples made of the example batch's: {error}; the samples of "
@@ -106,11 +112,37 @@ def classify(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Classificat
             torch.set_default_dtype(default)
 
 
-class _Probe:
-    """One pass over a graph."""
+def _classify(graph: TrainingGraph, tensors: Mapping[str, Tensor], example: Mapping[str, Tensor]) -> Classification:
+    mixing: set[fx.Node] = set()
+    while True:
+        torch.manual_seed(0)
+        found = _Probe(graph, tensors, example, frozenset(mixing)).run()
+        lasting = lasting_mixtures(graph, found.classes, found.batch_wise)
+        if not lasting:
+            return found
+        mixing |= lasting
 
-    def __init__(self, graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> None:
+
+class _Probe:
+    """One pass over a graph.
+
+    Args:
+        graph: The training graph.
+        tensors: A flat batch.
+        example: The same before its numbers were changed.
+        mixing: Operations that are known to mix samples for good.
+    """
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        tensors: Mapping[str, Tensor],
+        example: Mapping[str, Tensor],
+        mixing: frozenset[fx.Node],
+    ) -> None:
         self.graph = graph
+        self.example = {placeholder: example[name] for name, placeholder in graph.inputs.items()}
+        self.mixing = mixing
         self.device = next(iter(tensors.values())).device
         self.values: dict[fx.Node, Any] = {}
         # The parts' own results, for sums, means and counts: they are no rows of the full result.
@@ -118,6 +150,7 @@ class _Probe:
         self.classes: dict[fx.Node, Any] = {}
         self.batch_wise: set[fx.Node] = set()
         self.counted: dict[fx.Node, int] = {}
+        self.filled: set[fx.Node] = set()
         self._known: dict[tuple[Any, ...], SampleClass] = {}
         self._adapt = ProbeArguments()
         for name, placeholder in graph.inputs.items():
@@ -140,7 +173,7 @@ class _Probe:
                     for values in (self.values, *self.parts):
                         values.pop(read, None)
         self._spread_over_sums()
-        return Classification(self.classes, frozenset(self.batch_wise), self.counted)
+        return Classification(self.classes, frozenset(self.batch_wise), self.counted, frozenset(self.filled))
 
     def _stand_in(self, node: fx.Node) -> Tensor:
         """A tensor in the place of one of the model: random for parameters, which may be zero now and not later."""
@@ -153,6 +186,9 @@ class _Probe:
 
     def _classify(self, node: fx.Node) -> None:
         by_rule = class_by_rule(node, self.classes)
+        if by_rule is None and self._fills_each_sample(node):
+            by_rule = SampleClass(Kind.PER_SAMPLE)
+            self.filled.add(node)
         if by_rule is not None:
             self.classes[node] = by_rule
             shape = self.graph.shape_at(value_of(node), NUM_SAMPLES)
@@ -161,12 +197,14 @@ class _Probe:
         signature = self._signature(node)
         if signature is not None and signature in self._known:
             self.classes[node] = self._known[signature]
-            self.values[node] = run_node(self.graph, node, self.values, NUM_SAMPLES, self._adapt)
+            self.values[node] = self._run(node, self.values, NUM_SAMPLES)
             return
         reads = [(read, leaf) for read in inputs_of(node) for leaf in pytree.tree_leaves(self.classes[read])]
         kinds = {leaf.kind for _, leaf in reads}
         must_be_whole = (
             Kind.WHOLE in kinds
+            or node in self.mixing
+            or operator_name(node) == "masked_scatter"
             or self.graph.writes_buffer(node)
             or mixes_in_backward(node)
             or self._writes_shared(node, kinds)
@@ -182,7 +220,7 @@ class _Probe:
                 parts = [self._run_part(node, k) for k in (0, 1)]
             except Exception:  # whatever an operator says of sizes that don't fit together
                 parts = None
-        self.values[node] = run_node(self.graph, node, self.values, NUM_SAMPLES, self._adapt)
+        self.values[node] = self._run(node, self.values, NUM_SAMPLES)
         recorded = value_of(node)
         leaves, tree = pytree.tree_flatten(self.values[node])
         fakes = pytree.tree_leaves(recorded)
@@ -192,7 +230,11 @@ class _Probe:
             if not isinstance(leaf, Tensor) or self._is_unused(node, i):
                 found.append(INDEPENDENT)
             elif parts is not None:
-                found.append(self._compare(node, fake, leaf, [p[i] for p in part_leaves], kinds))
+                compared = self._compare(node, fake, leaf, [p[i] for p in part_leaves], kinds)
+                may_mix = Kind.MIXED in kinds or starts_mixing(node)
+                # What an empty tensor holds is chance.
+                is_chance = Kind.MIXED in kinds and operator_name(node) in _SHAPE_ONLY
+                found.append(MIXED if may_mix and (compared is WHOLE or is_chance) else compared)
             else:
                 by_shape = _rows_by_shape(fake)
                 found.append(by_shape if by_shape is not None else WHOLE)
@@ -213,6 +255,23 @@ class _Probe:
         self.classes[node] = pytree.tree_unflatten(found, tree)
         if signature is not None and node not in self.batch_wise and found[0].kind is Kind.PER_SAMPLE:
             self._known[signature] = found[0]
+
+    def _fills_each_sample(self, node: fx.Node) -> bool:
+        """Whether an operation puts rows of each sample into places of that sample, in the example."""
+        if operator_name(node) != "masked_scatter":
+            return False
+        target, mask, source = (argument_of(node, name) for name in ("self", "mask", "source"))
+        first = SampleClass(Kind.PER_SAMPLE)
+        found: SampleClass = self.classes[source]
+        if {self.classes[target], self.classes[mask]} != {first} or found.kind is not Kind.PER_SAMPLE:
+            return False
+        if found.axis or found.outer != 1 or value_of(mask).dim() != value_of(target).dim():
+            return False
+        places = value_from_inputs(self.graph, mask, self.example, NUM_SAMPLES)
+        if places is None:
+            return False
+        shapes = [self.graph.shape_at(value_of(argument), NUM_SAMPLES) for argument in (target, source)]
+        return has_place_for_each(places.expand(shapes[0]), math.prod(shapes[1]) // NUM_SAMPLES)
 
     def _signature(self, node: fx.Node) -> tuple[Any, ...] | None:
         """What decides the class of an operation on floats, such as those that each layer of a model repeats.
@@ -261,7 +320,12 @@ class _Probe:
                 else:
                     taken.append(own[i])
             values[read] = pytree.tree_unflatten(taken, tree)
-        return run_node(self.graph, node, values, stop - start, self._adapt)
+        return self._run(node, values, stop - start)
+
+    def _run(self, node: fx.Node, values: Mapping[fx.Node, Any], num_samples: int) -> Any:
+        if is_product_of_rows(node):  # not every kernel computes in float64
+            return grouped_product(*(values[read] for read in inputs_of(node)))
+        return run_node(self.graph, node, values, num_samples, self._adapt)
 
     def _compare(self, node: fx.Node, fake: Tensor, full: Tensor, parts: list[Tensor], kinds: set[Kind]) -> SampleClass:
         axes = [axis for axis, size in enumerate(fake.shape) if free_symbols(size)]

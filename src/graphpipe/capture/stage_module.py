@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.evaluate import evaluate
+from graphpipe.capture.filling import check_places
 from graphpipe.capture.losses import check_targets
 from graphpipe.capture.nodes import argument_of, attribute_of, is_size, value_of
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
@@ -103,6 +104,7 @@ def build_stage(
     names: Mapping[fx.Node, str],
     outputs: Sequence[fx.Node],
     counted_targets: Mapping[fx.Node, int],
+    filled: Collection[fx.Node],
     autocast: Autocast,
 ) -> StageModule:
     """Return the module that runs some operations of a graph.
@@ -113,6 +115,7 @@ def build_stage(
         names: Of the values that may pass between stages, and of the loss.
         outputs: The operations whose results it gives, a subset of `nodes`.
         counted_targets: For each loss to check, how many targets of each sample count.
+        filled: The operations that fill the places of a mask, which is to be checked.
         autocast: What the graph was captured under.
     """
     ordered = sorted(nodes, key=graph.order.__getitem__)
@@ -159,6 +162,11 @@ def build_stage(
                     check_targets, (target, argument_of(node, "ignore_index"), size_nodes[counts[node]])
                 )
             made.replace_input_with(target, checked)
+        elif node in filled:
+            target, mask, source = (environment[argument_of(node, name)] for name in ("self", "mask", "source"))
+            with program.inserting_before(made):
+                checked = program.call_function(check_places, (mask, target, source))
+            made.replace_input_with(mask, checked)
         environment[node] = made
     program.output(tuple(environment[node] for node in outputs))
     program.lint()
