@@ -94,16 +94,6 @@ def test_refused_with_the_line(body: Callable[[Net, Tensor], Tensor], message: s
         capture(Net(body), batch())
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
 def counts_calls(net: Net, x: Tensor) -> Tensor:
     net.calls += 1
     return net.linear(x)
@@ -119,25 +109,23 @@ def hooks_a_gradient(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (lambda net, x: Doubled.apply(net.linear(x)), "autograd.Function 'Doubled'"),
         (hooks_a_gradient, "gradient hook"),
         (counts_calls, "changes its attribute 'calls' from 0 to 1"),
         (lambda net, x: net.linear(x) * random.random(), "random generator"),
     ],
-    ids=["function", "hook", "state", "random"],
+    ids=["hook", "state", "random"],
 )
 def test_what_a_graph_would_lose(body: Callable[[Net, Tensor], Tensor], message: str) -> None:
     model = Net(body)
     with pytest.raises(CaptureError, match=message):
         capture(model, batch())
     assert model.calls == 0
-    assert "apply" not in vars(Doubled)
 
 
 def test_backward_hook_on_a_module() -> None:
     model = Net()
-    model.linear.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(CaptureError, match="backward hook on 'linear'"):
+    model.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="backward hook on 'Net'"):
         capture(model, batch())
 
 

@@ -29,7 +29,8 @@ def probe(body: Callable[[Tensor], Tensor]) -> tuple[TrainingGraph, Classificati
     model, batch = Body(body), torch.randn(4, 3, 4)
     layout = BatchLayout.of(batch, ["x"])
     flat = layout.flatten(batch)
-    graph = clean(export_graph(ModelWithLoss(model, layout, None), list(flat.values()), layout), model, ["x"], {})
+    module, leaves = export_graph(ModelWithLoss(model, layout, None), list(flat.values()), layout, {})
+    graph = clean(module, model, ["x"], {}, leaves)
     return graph, classify(graph, resize(layout, flat, NUM_SAMPLES))
 
 

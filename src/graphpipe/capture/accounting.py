@@ -6,6 +6,7 @@ models of any size, on the meta device too.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from graphpipe.capture.evaluate import run_node
+from graphpipe.capture.keeping import leaf_of, untraceable_costs
 from graphpipe.capture.nodes import (
     RECURRENT,
     inputs_of,
@@ -96,6 +98,9 @@ def account(graph: TrainingGraph, num_samples: int) -> Accounting:
         with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             result = run_node(graph, node, values, num_samples, _on_cpu)
         values[node] = result
+        costs_of_leaf = untraceable_costs(node, num_samples)
+        if costs_of_leaf is not None:
+            saved[-1 - len(raw)] = int(costs_of_leaf[0])  # no storage's address is negative
         moved = _moved_bytes(node, values, own)
         for tensor in _tensors(result):
             if _key(tensor) not in own:
@@ -152,7 +157,11 @@ class _FlopTable:
 
     def of(self, node: fx.Node, requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
         """Return the operations of the forward and of the backward pass."""
-        if not is_heavy(node) or operator_name(node) in ("embedding", "embedding_bag", "_embedding_bag"):
+        if not (is_heavy(node) or leaf_of(node)) or operator_name(node) in (
+            "embedding",
+            "embedding_bag",
+            "_embedding_bag",
+        ):
             return 0.0, 0.0
         reads = list(inputs_of(node))
         key = (
@@ -170,6 +179,9 @@ class _FlopTable:
         return self._known[key]
 
     def _count(self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
+        measured = untraceable_costs(node, self._num_samples)
+        if measured is not None:
+            return measured[1], measured[2]
         if operator_name(node) in RECURRENT:
             return self._recurrent(node, reads, requires_grad)
         if is_grouped_product(node):
@@ -187,9 +199,22 @@ class _FlopTable:
                 made = run_node(self._graph, node, values, self._num_samples, _on_cpu)
                 forward = counter.get_total_flops()
                 roots = [t for t in _tensors(made) if t.requires_grad]
-                if roots:
-                    torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
+                if roots and not self._run_backward(node, roots):
+                    return float(forward), 2.0 * forward
         return float(forward), float(counter.get_total_flops() - forward)
+
+    @staticmethod
+    def _run_backward(node: fx.Node, roots: list[Tensor]) -> bool:
+        """Run the backward pass without values; False if the code of a user in it needs them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
+            except Exception:
+                if leaf_of(node) is None:
+                    raise
+                return False
+        return True
 
     def _recurrent(self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
         # One multiply-add per weight and step; the counter sees a single opaque kernel.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,9 +15,11 @@ from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.classes import Kind
 from graphpipe.capture.describe import describe
 from graphpipe.capture.export import ModelWithLoss, export_graph, positional_names, shapes_for_meta
+from graphpipe.capture.keeping import next_kept
+from graphpipe.capture.leaves import UntraceableModuleError
 from graphpipe.capture.probe import NUM_SAMPLES, classify
 from graphpipe.capture.specs import LossReduction
-from graphpipe.capture.training_graph import clean
+from graphpipe.capture.training_graph import TrainingGraph, clean
 from graphpipe.capture.units import Granularity, form_units
 
 
@@ -33,6 +36,10 @@ def capture(
     The model is not changed. It may be on the meta device; the example batch may not. Freeze parameters before the
     capture, and capture again after freezing others. A model in train mode keeps the mode of each of its modules; one
     in eval mode is captured in train mode. A model that is captured under autocast runs under the same one.
+
+    Custom autograd functions keep their backward. A submodule that cannot be followed inside, because it branches on
+    the values of tensors or has hooks on gradients, is kept whole: it becomes one operator, which runs its own code on
+    the whole mini-batch at once. A warning says so, and why.
 
     Args:
         model: The model.
@@ -53,9 +60,9 @@ def capture(
     layout, tensors = _flatten(model, example_batch)
     autocast = Autocast.ambient()
     wrapper = ModelWithLoss(model, layout, loss_fn)
-    with shapes_for_meta(model) as original:
-        module = export_graph(wrapper, list(tensors.values()), layout)
-    graph = clean(module, model, list(layout.inputs), original)
+    graph, reasons = _training_graph(wrapper, model, layout, tensors)
+    for path, reason in reasons.items():
+        warnings.warn(f"`{path}` is kept whole and takes the whole mini-batch at once: {reason}", stacklevel=2)
     accounting = account(graph, NUM_SAMPLES)
     classification = classify(graph, resize(layout, tensors, NUM_SAMPLES))
     units = form_units(graph, classification, accounting, granularity)
@@ -64,8 +71,36 @@ def capture(
     is_batch_wise = any(node in classification.batch_wise for node in loss_unit)
     reduction = _loss_reduction(classification.classes[graph.loss].kind, is_batch_wise)
     return CapturedModel(
-        model, description, layout, reduction, _parameter_names(model), graph, classification, units, autocast
+        model,
+        description,
+        layout,
+        reduction,
+        _parameter_names(model),
+        graph,
+        classification,
+        units,
+        autocast,
+        reasons,
     )
+
+
+def _training_graph(
+    wrapper: ModelWithLoss, model: nn.Module, layout: BatchLayout, tensors: Mapping[str, Tensor]
+) -> tuple[TrainingGraph, dict[str, str]]:
+    """Return the graph of a model, and why some of its modules are kept whole."""
+    kept_whole: dict[str, bool] = {}
+    reasons: dict[str, str] = {}
+    while True:
+        try:
+            with shapes_for_meta(model) as original:
+                module, leaves = export_graph(wrapper, list(tensors.values()), layout, kept_whole)
+            graph = clean(module, model, list(layout.inputs), original, leaves)
+        except UntraceableModuleError as needed:
+            before = kept_whole
+            kept_whole = next_kept(model, kept_whole, needed)
+            reasons |= {path: str(needed) for path in kept_whole if path not in before}
+        else:
+            return graph, {path: reasons[path] for path in kept_whole}
 
 
 def eager_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None = None) -> Tensor:

@@ -32,6 +32,7 @@ class CapturedModel:
         parameter_names: For each parameter in the graph, all of the model's names for it, its own name first. Tied
             parameters have several.
         autocast: What the model was captured under, and its stages run under.
+        kept_whole: The paths of the modules that are one operator each, since they cannot be followed inside, and why.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class CapturedModel:
         classification: Classification,
         units: Units,
         autocast: Autocast,
+        kept_whole: Mapping[str, str],
     ) -> None:
         self.model = model
         self.graph: ComputationGraph = description.graph
@@ -54,6 +56,7 @@ class CapturedModel:
         self.loss_reduction = loss_reduction
         self.parameter_names = parameter_names
         self.autocast = autocast
+        self.kept_whole = kept_whole
         self._layout = layout
         self._value_names = description.value_names
         self._training_graph = training_graph

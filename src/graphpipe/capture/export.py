@@ -19,8 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from graphpipe.capture.assignments import assignments_recorded
 from graphpipe.capture.batch import BatchLayout, closest
 from graphpipe.capture.detectors import losses_noticed
+from graphpipe.capture.keeping import innermost_module, leaves_made
+from graphpipe.capture.leaves import Leaf, UntraceableModuleError
 from graphpipe.capture.symbolic_builtins import symbolic_builtins
 from graphpipe.errors import CaptureError
 
@@ -223,10 +226,23 @@ def _user_line(frames: traceback.StackSummary) -> str | None:
     return None
 
 
-def export_graph(wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLayout) -> fx.GraphModule:
+def export_graph(
+    wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLayout, kept_whole: Mapping[str, bool]
+) -> tuple[fx.GraphModule, list[Leaf]]:
     """Return the training graph of a model and its loss, undecomposed, with the batch size as its only free size.
 
+    Args:
+        wrapper: The model and its loss.
+        tensors: A flat batch.
+        layout: Of the batch.
+        kept_whole: The paths of the modules to keep as one operation; for each, whether it can run on tensors
+            without values.
+
+    Returns:
+        The graph, and the Python code in it, which lives as long as these objects.
+
     Raises:
+        UntraceableModuleError: A module cannot be followed inside, but perhaps kept whole.
         CaptureError: The model cannot be exported so. The message has the user's file and line where known.
     """
     batch = Dim("batch")
@@ -234,18 +250,20 @@ def export_graph(wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLay
     model = getattr(wrapper, MODEL)
     with (
         training_mode(model),
-        losses_noticed(model),
+        leaves_made(model, kept_whole) as leaves,
+        losses_noticed(model, kept_whole),
+        assignments_recorded(model),
         symbolic_builtins(model, wrapper._loss_fn),
         _guard_log() as log,
         _quiet(),
     ):
         try:
             program = torch.export.export(wrapper, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False)
-            return program.module(check_guards=False)
+            return program.module(check_guards=False), leaves
         except CaptureError:
             raise
         except Exception as error:  # torch raises whatever the user's code or its own tracer met
-            raise _explained(error, type(model).__name__, layout.num_samples, log) from error
+            raise _explained(error, model, layout.num_samples, log) from error
 
 
 @contextlib.contextmanager
@@ -262,16 +280,18 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _explained(error: Exception, model: str, num_samples: int, log: _GuardLog) -> CaptureError:
-    kind = type(error).__name__
+def _explained(error: Exception, root: nn.Module, num_samples: int, log: _GuardLog) -> CaptureError:
+    kind, model = type(error).__name__, type(root).__name__
+    path = innermost_module(root, [frame for frame, _ in traceback.walk_tb(error.__traceback__)])
     place = _user_line(traceback.extract_tb(error.__traceback__))
     first_line = next((line for line in str(error).splitlines() if line.strip()), kind)
     if "data-dependent" in str(error) or kind.startswith(
         ("GuardOnDataDependent", "DataDependent", "UnsupportedOperator")
     ):
-        return CaptureError(
+        return UntraceableModuleError(
             f"{model} branches or takes a size from the values of a tensor at {place or 'an unknown line'}, so its "
-            "graph is not the same for every batch; use torch.where, or compute the condition outside of the model"
+            "graph is not the same for every batch; use torch.where, or compute the condition outside of the model",
+            path,
         )
     if "specialized" in str(error) or "Constraints violated" in str(error) or kind == "ConstraintViolationError":
         condition, line = log.about_one_size() or (None, "an unknown line")
@@ -284,4 +304,5 @@ def _explained(error: Exception, model: str, num_samples: int, log: _GuardLog) -
             f"{model} does something else for other batch sizes than {num_samples} at {line}; micro-batches of any "
             "size must take the same path"
         )
-    return CaptureError(f"{model} cannot be exported: {kind}: {first_line}" + (f" (at {place})" if place else ""))
+    message = f"{model} cannot be exported: {kind}: {first_line}" + (f" (at {place})" if place else "")
+    return UntraceableModuleError(message, path)

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from graphpipe.capture.nodes import module_path, storages, tensors_of, value_of, written_by
 from graphpipe.capture.probe import Classification
-from graphpipe.capture.training_graph import TrainingGraph, free_symbols
+from graphpipe.capture.sizes import free_symbols
+from graphpipe.capture.training_graph import TrainingGraph
 
 
 class Groups:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import fx
 
 from graphpipe.capture.export import MODEL
+from graphpipe.capture.keeping import leaf_of
+from graphpipe.capture.leaves import ModuleLeaf
 from graphpipe.capture.nodes import module_path, module_type, operator_name
 from graphpipe.capture.training_graph import Attribute
 
@@ -41,6 +43,9 @@ def _name(nodes: list[fx.Node], attributes: Mapping[fx.Node, Attribute]) -> str:
         common = _common_path(nodes)
         if common:
             return common
+    leaf = leaf_of(first)
+    if isinstance(leaf, ModuleLeaf):
+        return leaf.path
     path, kind = module_path(first, MODEL), module_type(first)
     if path and kind.startswith("torch.nn.modules") and not any(word in kind for word in _COMPOSITE):
         return path

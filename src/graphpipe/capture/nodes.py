@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from graphpipe.capture.keeping import buffers_of, leaf_of
+from graphpipe.capture.leaves import ModuleLeaf
+
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -42,6 +45,11 @@ def is_size(node: fx.Node) -> bool:
         return False
     value = value_of(node)
     return isinstance(value, (*_SYMBOLIC, int, float, bool))
+
+
+def is_transformed(value: Any) -> bool:
+    """Return whether a recorded value is a tensor inside of a transform, such as vmap, which has no storage."""
+    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -111,6 +119,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         for inner, outer in zip(inner_inputs, region_operands(node), strict=True):
             if inner in written and isinstance(outer, fx.Node):
                 found.append(outer)
+    found += buffers_of(node)
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or operator_name(node) in _HARMLESS_MUTATIONS:
         return found
@@ -175,7 +184,8 @@ def is_heavy(node: fx.Node) -> bool:
     """Return whether a node holds a matrix product, convolution, attention, recurrent layer or embedding look-up."""
     if node.op != "call_function":
         return False
-    if operator_name(node).rstrip("_") in _HEAVY_OPERATORS or is_grouped_product(node):
+    is_module = isinstance(leaf_of(node), ModuleLeaf)
+    if is_module or operator_name(node).rstrip("_") in _HEAVY_OPERATORS or is_grouped_product(node):
         return True
     return any(is_heavy(inner) for graph in subgraphs(node) for inner in graph.graph.nodes)
 

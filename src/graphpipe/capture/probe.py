@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch.utils import _pytree as pytree
 from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, MIXED, SUM, WHOLE, Kind, SampleClass
 from graphpipe.capture.evaluate import run_node, value_from_inputs
 from graphpipe.capture.filling import has_place_for_each
+from graphpipe.capture.keeping import leaf_of
+from graphpipe.capture.leaves import ModuleLeaf
 from graphpipe.capture.losses import counted_targets, is_plain_loss
 from graphpipe.capture.mixing import grouped_product, is_product_of_rows, lasting_mixtures, starts_mixing
 from graphpipe.capture.nodes import (
@@ -44,8 +46,9 @@ from graphpipe.capture.nodes import (
     written_by,
 )
 from graphpipe.capture.rules import class_by_rule
+from graphpipe.capture.sizes import free_symbols, size_expression
 from graphpipe.capture.stand_ins import ProbeArguments, in_double, perturbed, random_windows
-from graphpipe.capture.training_graph import AttributeKind, TrainingGraph, free_symbols, size_expression
+from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
 from graphpipe.errors import CaptureError
 
 NUM_SAMPLES = 6
@@ -199,6 +202,10 @@ class _Probe:
             self.classes[node] = self._known[signature]
             self.values[node] = self._run(node, self.values, NUM_SAMPLES)
             return
+        leaf_code = leaf_of(node)
+        if isinstance(leaf_code, ModuleLeaf):
+            self._take_as_whole(node)
+            return
         reads = [(read, leaf) for read in inputs_of(node) for leaf in pytree.tree_leaves(self.classes[read])]
         kinds = {leaf.kind for _, leaf in reads}
         must_be_whole = (
@@ -246,6 +253,8 @@ class _Probe:
             found = [
                 (_rows_by_shape(fake) or f) if f.kind is Kind.WHOLE else f for f, fake in zip(found, fakes, strict=True)
             ]
+        elif leaf_code is not None and not self._function_treats_samples_alike(node, found):
+            self.batch_wise.add(node)
         elif parts is not None:
             for k in (0, 1):
                 self.parts[k][node] = parts[k]
@@ -255,6 +264,15 @@ class _Probe:
         self.classes[node] = pytree.tree_unflatten(found, tree)
         if signature is not None and node not in self.batch_wise and found[0].kind is Kind.PER_SAMPLE:
             self._known[signature] = found[0]
+
+    def _take_as_whole(self, node: fx.Node) -> None:
+        """Let an operation mix samples without running it: what it does with others is not known."""
+        self.batch_wise.add(node)
+        leaves, tree = pytree.tree_flatten(value_of(node))
+        self.classes[node] = pytree.tree_unflatten([_rows_by_shape(leaf) or WHOLE for leaf in leaves], tree)
+        made = [torch.zeros(self.graph.shape_at(leaf, NUM_SAMPLES), dtype=leaf.dtype) for leaf in leaves]
+        made = [torch.rand_like(in_double(leaf)) if leaf.is_floating_point() else leaf for leaf in made]
+        self.values[node] = pytree.tree_unflatten([leaf.to(self.device) for leaf in made], tree)
 
     def _fills_each_sample(self, node: fx.Node) -> bool:
         """Whether an operation puts rows of each sample into places of that sample, in the example."""
@@ -321,6 +339,52 @@ class _Probe:
                     taken.append(own[i])
             values[read] = pytree.tree_unflatten(taken, tree)
         return self._run(node, values, stop - start)
+
+    def _function_treats_samples_alike(self, node: fx.Node, found: Sequence[SampleClass]) -> bool:
+        """Whether the gradients of a custom function's arguments are those of the parts, as its results are."""
+        if any(f.kind not in (Kind.PER_SAMPLE, Kind.INDEPENDENT) for f in found):
+            return False
+        results = pytree.tree_leaves(self.values[node])
+        seeds = [torch.rand_like(leaf) if leaf.is_floating_point() else leaf for leaf in results]
+        spans = ((0, NUM_SAMPLES), (0, _SPLIT), (_SPLIT, NUM_SAMPLES))
+        gradients = []
+        for start, stop in spans:
+            values = {
+                read: self._rows_of(read, start, stop).detach().requires_grad_() for read in inputs_of(node)
+                if isinstance(self.values[read], Tensor) and self.values[read].is_floating_point()
+            }  # fmt: skip
+            rest = {read: self._rows_of(read, start, stop) for read in inputs_of(node) if read not in values}
+            with torch.enable_grad():
+                made = pytree.tree_leaves(self._run(node, {**rest, **values}, stop - start))
+            given = [
+                f.part(seed, start, stop, NUM_SAMPLES) if f.kind is Kind.PER_SAMPLE else seed
+                for f, seed in zip(found, seeds, strict=True)
+            ]
+            pairs = [(m, g) for m, g in zip(made, given, strict=True) if m.requires_grad]
+            if not pairs:
+                return True
+            roots, cotangents = zip(*pairs, strict=True)
+            gradients.append(torch.autograd.grad(roots, list(values.values()), cotangents, allow_unused=True))
+        for read, full, *parts in zip(values, *gradients, strict=True):
+            if full is None or any(p is None for p in parts):
+                if (full is None) != all(p is None for p in parts):
+                    return False
+                continue
+            kind = self.classes[read]
+            if kind.kind is Kind.INDEPENDENT:
+                if not _equal(parts[0] + parts[1], full):
+                    return False
+            elif not all(
+                _equal(kind.part(full, *span, NUM_SAMPLES), p) for span, p in zip(spans[1:], parts, strict=True)
+            ):
+                return False
+        return True
+
+    def _rows_of(self, read: fx.Node, start: int, stop: int) -> Any:
+        value, kind = self.values[read], self.classes[read]
+        if isinstance(value, Tensor) and kind.kind is Kind.PER_SAMPLE:
+            return kind.part(value, start, stop, NUM_SAMPLES)
+        return value
 
     def _run(self, node: fx.Node, values: Mapping[fx.Node, Any], num_samples: int) -> Any:
         if is_product_of_rows(node):  # not every kernel computes in float64

@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.evaluate import evaluate
 from graphpipe.capture.filling import check_places
+from graphpipe.capture.keeping import leaf_of, own_arguments, run_leaf
+from graphpipe.capture.leaves import ModuleLeaf
 from graphpipe.capture.losses import check_targets
 from graphpipe.capture.nodes import argument_of, attribute_of, is_size, value_of
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
@@ -36,6 +38,7 @@ class StageModule(nn.Module):
         input_names: tuple[str, ...],
         output_names: tuple[str, ...],
         autocast: Autocast,
+        leaves: Sequence[ModuleLeaf],
     ) -> None:
         super().__init__()
         self.input_names = input_names
@@ -49,6 +52,8 @@ class StageModule(nn.Module):
             self._owners.append(self._register(kind, name, tensor))
         self._sizes = tuple(sizes)
         self._symbols = symbols
+        # A plain list, so that modules which are kept whole, and hold the same tensors, are not in the tree again.
+        self._leaves = list(leaves)
 
     def forward(self, tensors: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
         """Run the stage on one micro-batch.
@@ -72,7 +77,7 @@ class StageModule(nn.Module):
         sizes = [evaluate(size, self._symbols, num_samples) for size in self._sizes]
         device = next((t.device for t in (*own, *given)), torch.device("cpu"))
         with self._autocast.applied():
-            results = self._program[0](*given, *own, *sizes, device)
+            results = self._program[0](*given, *own, *sizes, *self._leaves, device)
         return dict(zip(self.output_names, results, strict=True))
 
     def _register(self, kind: AttributeKind, name: str, tensor: Tensor) -> tuple[nn.Module | None, str]:
@@ -136,6 +141,8 @@ def build_stage(
     for read in attributes:
         environment[read] = program.placeholder(read.name)
     size_nodes = {size: program.placeholder(f"size_{i}") for i, size in enumerate(sizes)}
+    leaves = {node: leaf for node in ordered if isinstance(leaf := leaf_of(node), ModuleLeaf)}
+    leaf_nodes = {node: program.placeholder(f"leaf_{i}") for i, node in enumerate(leaves)}
     device = program.placeholder("device")
     regions: dict[str, Any] = {}
     for read in reads:
@@ -154,7 +161,11 @@ def build_stage(
 
     for node in ordered:
         args, kwargs = fx.node.map_aggregate(node.args, place), fx.node.map_aggregate(node.kwargs, place)
-        made = program.create_node("call_function", node.target, args, kwargs, name=node.name)
+        target: Any = node.target
+        if node in leaves:
+            # Each stage has a copy of the module's own, since the module's parameters may be copied or moved.
+            target, args = run_leaf, (leaf_nodes[node], args[0], args[1])
+        made = program.create_node("call_function", target, args, kwargs, name=node.name)
         if node in counts:
             target = environment[argument_of(node, "target")]
             with program.inserting_before(made):
@@ -179,4 +190,12 @@ def build_stage(
         received_names,
         tuple(names[node] for node in outputs),
         autocast,
+        [_leaf_of_stage(graph, node, leaf) for node, leaf in leaves.items()],
     )
+
+
+def _leaf_of_stage(graph: TrainingGraph, node: fx.Node, leaf: ModuleLeaf) -> ModuleLeaf:
+    """A leaf with a module of its own that holds the model's tensors."""
+    copied = leaf.copy()
+    copied.hold([graph.attributes[own].tensor for own in own_arguments(node, leaf)])
+    return copied

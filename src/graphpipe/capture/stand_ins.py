@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from graphpipe.capture.nodes import RECURRENT, operator_name, value_of
-from graphpipe.capture.training_graph import TrainingGraph, free_symbols
+from graphpipe.capture.sizes import free_symbols
+from graphpipe.capture.training_graph import TrainingGraph
 
 
 def perturbed(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

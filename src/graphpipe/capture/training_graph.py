@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -13,18 +13,24 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from graphpipe.capture.assignments import assign_at_the_end
 from graphpipe.capture.export import MODEL
+from graphpipe.capture.leaves import Leaf, UntraceableModuleError
 from graphpipe.capture.nodes import (
     attribute_of,
     inputs_of,
     is_size,
+    is_transformed,
+    module_path,
     operator_name,
     source_line,
     storages,
+    subgraphs,
     tensors_of,
     value_of,
     written_by,
 )
+from graphpipe.capture.sizes import free_symbols
 from graphpipe.errors import CaptureError
 
 
@@ -63,6 +69,7 @@ class TrainingGraph:
         operations: The tensor operations that the loss or a buffer needs, in order. Sizes are not among them.
         loss: The operation that gives the loss.
         batch_symbols: The symbols that stand for the number of samples.
+        leaves: The Python code that some operations run.
     """
 
     module: fx.GraphModule
@@ -71,6 +78,7 @@ class TrainingGraph:
     operations: tuple[fx.Node, ...]
     loss: fx.Node
     batch_symbols: frozenset[sympy.Symbol]
+    leaves: tuple[Leaf, ...]
 
     @cached_property
     def order(self) -> Mapping[fx.Node, int]:
@@ -118,7 +126,11 @@ class TrainingGraph:
 
 
 def clean(
-    module: fx.GraphModule, model: nn.Module, input_names: list[str], original: Mapping[int, Tensor]
+    module: fx.GraphModule,
+    model: nn.Module,
+    input_names: list[str],
+    original: Mapping[int, Tensor],
+    leaves: Sequence[Leaf],
 ) -> TrainingGraph:
     """Return the cleaned graph of an exported model.
 
@@ -127,12 +139,16 @@ def clean(
         model: The user's model.
         input_names: Of the batch's tensors.
         original: The model's own tensor for the identity of each one that was exported in its place.
+        leaves: The Python code in the graph.
 
     Raises:
+        UntraceableModuleError: A module cannot be followed inside, but perhaps kept whole.
         CaptureError: The model writes one of its inputs, or a size depends on the values of a tensor.
     """
-    attributes = _attributes(module, model, original)
     graph = module.graph
+    attributes = _attributes(module, model, original)
+    assign_at_the_end(graph)
+    _refuse_unknown_regions(graph, type(model).__name__)
     for node in list(graph.nodes):
         if operator_name(node).startswith(("_assert", "sym_constrain_range")):
             graph.erase_node(node)
@@ -149,9 +165,24 @@ def clean(
         for symbol in free_symbols(size)
     )
     operations = _live(graph, loss, attributes)
-    found = TrainingGraph(module, attributes, inputs, operations, loss, symbols)
+    found = TrainingGraph(module, attributes, inputs, operations, loss, symbols, tuple(leaves))
     _check(found, model)
     return found
+
+
+def _refuse_unknown_regions(graph: fx.Graph, name: str) -> None:
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        path, line = module_path(node, MODEL), source_line(node) or node.name
+        if is_transformed(value_of(node)):
+            raise UntraceableModuleError(
+                f"{name} uses torch.func at {line}, which cannot be followed; write it over whole tensors", path
+            )
+        if len(subgraphs(node)) > 1:
+            raise UntraceableModuleError(
+                f"{name} branches on the values of a tensor by {operator_name(node)} at {line}; use torch.where", path
+            )
 
 
 def _attributes(module: fx.GraphModule, model: nn.Module, original: Mapping[int, Tensor]) -> dict[fx.Node, Attribute]:
@@ -214,25 +245,15 @@ def _check(graph: TrainingGraph, model: nn.Module) -> None:
             for size in tensor.shape:
                 unknown = free_symbols(size) - graph.batch_symbols
                 if unknown:
-                    raise CaptureError(
+                    raise UntraceableModuleError(
                         f"a size in {name} depends on the values of a tensor at {source_line(node) or node.name}; "
-                        "keep the shape and use a mask or torch.where"
+                        "keep the shape and use a mask or torch.where",
+                        module_path(node, MODEL),
                     )
         for read in node.all_input_nodes:
             if is_size(read) and free_symbols(value_of(read)) - graph.batch_symbols:
-                raise CaptureError(
+                raise UntraceableModuleError(
                     f"{name} turns the value of a tensor into a number at {source_line(read) or read.name}; "
-                    "keep it a tensor"
+                    "keep it a tensor",
+                    module_path(node, MODEL),
                 )
-
-
-def size_expression(size: Any) -> sympy.Basic:
-    """Return a size as an expression in the number of samples."""
-    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else sympy.sympify(size)
-
-
-def free_symbols(size: Any) -> frozenset[sympy.Symbol]:
-    """Return the symbols in a size; none for a plain number."""
-    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return frozenset(size.node.expr.free_symbols)
-    return frozenset()
