@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphpipe.capture import CapturedModel, LossReduction, capture
 from tests.capture.conftest import random_partition, train_eagerly, train_in_stages
-from tests.capture.zoo import ZOO, ZooModel, gpt2
+from tests.capture.zoo import ZOO, ZooModel, captured_zoo, gpt2, loss_of
 
 PARTITIONS = 5
 
@@ -24,22 +22,6 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-@functools.cache
-def captured_zoo(name: str) -> tuple[nn.Module, CapturedModel]:
-    """Return a model of the zoo and its capture, made once."""
-    torch.manual_seed(0)
-    with ZOO[name].in_its_dtype():
-        model = ZOO[name].build().train()
-        return model, capture(model, ZOO[name].batch(4))
-
-
-def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the loss that a model returns alone or as ``.loss``."""
-    output = model(**batch)
-    loss: Tensor = output if isinstance(output, Tensor) else output.loss
-    return loss
 
 
 def check_partitions(entry: ZooModel, model: nn.Module, captured: CapturedModel, num_partitions: int) -> None:

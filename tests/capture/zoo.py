@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from torch import Tensor, nn
 
+from graphpipe.capture import CapturedModel, capture
 from graphpipe.models import (
     DLRM,
     MMT,
@@ -334,3 +336,19 @@ def _() -> nn.Module:
 @add("Two-tower retrieval", networks.TwoTower.batch)
 def _() -> nn.Module:
     return networks.TwoTower()
+
+
+@functools.cache
+def captured_zoo(name: str) -> tuple[nn.Module, CapturedModel]:
+    """Return a model of the zoo and its capture, made once."""
+    torch.manual_seed(0)
+    with ZOO[name].in_its_dtype():
+        model = ZOO[name].build().train()
+        return model, capture(model, ZOO[name].batch(4))
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss that a model returns alone or as ``.loss``."""
+    output = model(**batch)
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss

@@ -21,6 +21,7 @@ from graphpipe.capture.evaluate import run_node
 from graphpipe.capture.keeping import leaf_of, untraceable_costs
 from graphpipe.capture.nodes import (
     RECURRENT,
+    argument_of,
     inputs_of,
     is_grouped_product,
     is_heavy,
@@ -217,13 +218,27 @@ class _FlopTable:
         return True
 
     def _recurrent(self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
-        # One multiply-add per weight and step; the counter sees a single opaque kernel.
+        # One multiply-add per weight and step, which the counter does not see in every kernel. The backward pass has
+        # the same for a weight's gradient and for that of what it multiplies, which the first state does not need.
         steps_and_samples = self._graph.shape_at(tensors_of(node)[0], self._num_samples)[:-1]
-        weights = sum(
-            t.numel() for read in reads if read in self._graph.attributes for t in tensors_of(read) if t.dim() == 2
-        )
-        forward = 2.0 * weights * float(torch.Size(steps_and_samples).numel())
-        return forward, 2.0 * forward if any(read in requires_grad for read in reads) else 0.0
+        batch_first = argument_of(node, "batch_first") is True
+        steps = steps_and_samples[1 if batch_first and len(steps_and_samples) > 1 else 0]
+        given, *rest = reads
+        states = [read for read in rest if read not in self._graph.attributes]
+        weights = [read for read in rest if value_of(read).dim() == 2 and read in self._graph.attributes]
+        num_first = len(weights) // int(argument_of(node, "num_layers"))
+        forward = backward = 0.0
+        for i, weight in enumerate(weights):
+            product = 2.0 * value_of(weight).numel() * float(torch.Size(steps_and_samples).numel())
+            forward += product
+            backward += product if weight in requires_grad else 0.0
+            if i % 2:  # multiplies the state
+                needed = steps if any(state in requires_grad for state in states) else steps - 1
+                backward += product * needed / steps
+            elif i >= num_first or given in requires_grad:
+                backward += product
+        needs_gradient = any(read in requires_grad for read in reads)
+        return forward, backward if needs_gradient else 0.0
 
     def _grouped(self, node: fx.Node, reads: list[fx.Node], requires_grad: frozenset[fx.Node]) -> tuple[float, float]:
         # Each row meets the matrix of one group, of size inner by outer; the counter knows no such operator.
