@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, Kind, SampleClass
-from graphpipe.capture.export import ModelWithLoss, export_graph
+from graphpipe.capture.export import Mode, ModelWithLoss, export_graph
 from graphpipe.capture.probe import NUM_SAMPLES, Classification, classify
 from graphpipe.capture.training_graph import TrainingGraph, clean
 
@@ -29,7 +29,7 @@ def probe(body: Callable[[Tensor], Tensor]) -> tuple[TrainingGraph, Classificati
     model, batch = Body(body), torch.randn(4, 3, 4)
     layout = BatchLayout.of(batch, ["x"])
     flat = layout.flatten(batch)
-    module, leaves = export_graph(ModelWithLoss(model, layout, None), list(flat.values()), layout, {})
+    module, leaves = export_graph(ModelWithLoss(model, layout, None), list(flat.values()), layout, {}, Mode.TRAIN)
     graph = clean(module, model, ["x"], {}, leaves)
     return graph, classify(graph, resize(layout, flat, NUM_SAMPLES))
 

@@ -3,6 +3,7 @@
 from graphpipe.capture.api import capture, eager_loss
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.captured import CapturedModel
+from graphpipe.capture.export import Mode
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.capture.stage_module import StageModule
 from graphpipe.capture.units import Granularity
@@ -12,6 +13,7 @@ __all__ = [
     "CapturedModel",
     "Granularity",
     "LossReduction",
+    "Mode",
     "SampleLayout",
     "StageModule",
     "ValueSpec",

@@ -14,7 +14,7 @@ from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.classes import Kind
 from graphpipe.capture.describe import describe
-from graphpipe.capture.export import ModelWithLoss, export_graph, positional_names, shapes_for_meta
+from graphpipe.capture.export import Mode, ModelWithLoss, export_graph, positional_names, shapes_for_meta
 from graphpipe.capture.keeping import next_kept
 from graphpipe.capture.leaves import UntraceableModuleError
 from graphpipe.capture.probe import NUM_SAMPLES, classify
@@ -30,12 +30,13 @@ def capture(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     name: str | None = None,
     granularity: Granularity = Granularity.OPERATOR,
+    mode: Mode = Mode.TRAIN,
 ) -> CapturedModel:
     """Return a model and its loss as a graph of operators.
 
     The model is not changed. It may be on the meta device; the example batch may not. Freeze parameters before the
-    capture, and capture again after freezing others. A model in train mode keeps the mode of each of its modules; one
-    in eval mode is captured in train mode. A model that is captured under autocast runs under the same one.
+    capture, and capture again after freezing others. For training, a model in train mode keeps the mode of each of its
+    modules; one in eval mode is captured in train mode. What is captured under autocast runs under the same one.
 
     Custom autograd functions keep their backward. A submodule that cannot be followed inside, because it branches on
     the values of tensors or has hooks on gradients, is kept whole: it becomes one operator, which runs its own code on
@@ -52,6 +53,7 @@ def capture(
             its loss: alone, as ``.loss``, under ``"loss"`` or first in a tuple.
         name: What the model is called in tables and pictures; by default its class.
         granularity: How finely the model is divided.
+        mode: What the model is captured for: an exported graph has one mode, so evaluation needs a capture of its own.
 
     Raises:
         CaptureError: The batch does not fit the model's inputs, or the model cannot be captured: its batch size is
@@ -60,7 +62,7 @@ def capture(
     layout, tensors = _flatten(model, example_batch)
     autocast = Autocast.ambient()
     wrapper = ModelWithLoss(model, layout, loss_fn)
-    graph, reasons = _training_graph(wrapper, model, layout, tensors)
+    graph, reasons = _training_graph(wrapper, model, layout, tensors, mode)
     for path, reason in reasons.items():
         warnings.warn(f"`{path}` is kept whole and takes the whole mini-batch at once: {reason}", stacklevel=2)
     accounting = account(graph, NUM_SAMPLES)
@@ -85,7 +87,7 @@ def capture(
 
 
 def _training_graph(
-    wrapper: ModelWithLoss, model: nn.Module, layout: BatchLayout, tensors: Mapping[str, Tensor]
+    wrapper: ModelWithLoss, model: nn.Module, layout: BatchLayout, tensors: Mapping[str, Tensor], mode: Mode
 ) -> tuple[TrainingGraph, dict[str, str]]:
     """Return the graph of a model, and why some of its modules are kept whole."""
     kept_whole: dict[str, bool] = {}
@@ -93,7 +95,7 @@ def _training_graph(
     while True:
         try:
             with shapes_for_meta(model) as original:
-                module, leaves = export_graph(wrapper, list(tensors.values()), layout, kept_whole)
+                module, leaves = export_graph(wrapper, list(tensors.values()), layout, kept_whole, mode)
             graph = clean(module, model, list(layout.inputs), original, leaves)
         except UntraceableModuleError as needed:
             before = kept_whole

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import sympy
@@ -130,21 +131,28 @@ def _scalar(output: Any, source: str = "the model") -> Tensor:
     return loss
 
 
-@contextlib.contextmanager
-def training_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into train mode for the block, and every module back to its own mode after it.
+class Mode(StrEnum):
+    """What a model is captured for."""
 
-    A model that is in train mode already keeps the mode of each of its modules, so a part that was frozen with
-    ``eval()`` is captured that way.
-    """
+    TRAIN = "train"
+    """Training. A module that is in eval mode while the model is not, such as a frozen normalisation, stays so."""
+    EVAL = "eval"
+    """Evaluation: nothing is dropped, and running statistics are used and left alone."""
+
+
+@contextlib.contextmanager
+def put_into(mode: Mode, model: nn.Module) -> Iterator[None]:
+    """Put a model into a mode for the block, and every module back to its own mode after it."""
     modes = [(module, module.training) for module in model.modules()]
-    if not model.training:
+    if mode is Mode.EVAL:
+        model.eval()
+    elif not model.training:
         model.train()
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module, training in modes:
+            module.training = training
 
 
 @contextlib.contextmanager
@@ -227,7 +235,7 @@ def _user_line(frames: traceback.StackSummary) -> str | None:
 
 
 def export_graph(
-    wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLayout, kept_whole: Mapping[str, bool]
+    wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLayout, kept_whole: Mapping[str, bool], mode: Mode
 ) -> tuple[fx.GraphModule, list[Leaf]]:
     """Return the training graph of a model and its loss, undecomposed, with the batch size as its only free size.
 
@@ -237,6 +245,7 @@ def export_graph(
         layout: Of the batch.
         kept_whole: The paths of the modules to keep as one operation; for each, whether it can run on tensors
             without values.
+        mode: What the model is captured for.
 
     Returns:
         The graph, and the Python code in it, which lives as long as these objects.
@@ -249,7 +258,7 @@ def export_graph(
     shapes = tuple({0: batch} if spec.layout is not None else None for spec in layout.inputs.values())
     model = getattr(wrapper, MODEL)
     with (
-        training_mode(model),
+        put_into(mode, model),
         leaves_made(model, kept_whole) as leaves,
         losses_noticed(model, kept_whole),
         assignments_recorded(model),
