@@ -189,6 +189,10 @@ class GraphModel(nn.Module):
 
     # What the runtime asks of a captured model.
 
+    def sized(self, _: Mapping[str, Tensor]) -> GraphModel:
+        """Return itself: no size but the number of samples differs from batch to batch."""
+        return self
+
     def flatten_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the batch."""
         return dict(batch)

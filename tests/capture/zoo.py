@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -44,12 +44,14 @@ class ZooModel:
         batch: Returns a batch of so many samples.
         dtype: Of its floats: float64, unless an operator of it has no such version.
         tolerance: How far gradients may be from eager's: less where the model's code casts to float32.
+        free_sizes: Which sizes differ from batch to batch, besides the number of samples.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-9
+    free_sizes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def in_its_dtype(self) -> Iterator[None]:
@@ -145,6 +147,11 @@ def _() -> nn.Module:
 @add("DLRM", _of_config(DLRMConfig.small()))
 def _() -> nn.Module:
     return DLRM(DLRMConfig.small())
+
+
+@add("DLRM with offsets", networks.OffsetsDLRM.batch, free_sizes={"indices": {0: "lookups"}})
+def _() -> nn.Module:
+    return networks.OffsetsDLRM()
 
 
 @add("CANDLE-Uno", _of_config(CandleUnoConfig.small()))
@@ -344,7 +351,7 @@ def captured_zoo(name: str) -> tuple[nn.Module, CapturedModel]:
     torch.manual_seed(0)
     with ZOO[name].in_its_dtype():
         model = ZOO[name].build().train()
-        return model, capture(model, ZOO[name].batch(4))
+        return model, capture(model, ZOO[name].batch(4), free_sizes=ZOO[name].free_sizes)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -9,6 +9,38 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
+class OffsetsDLRM(nn.Module):
+    """DLRM whose tables are looked up with indices, three for each sample, and the offset at which each bag begins."""
+
+    def __init__(self, num_tables: int = 3) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20, 8, mode="sum") for _ in range(num_tables))
+        self.bottom = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU())
+        count = num_tables + 1
+        self.register_buffer("pairs", torch.tril_indices(count, count, -1), persistent=False)
+        self.top = nn.Sequential(nn.Linear(8 + count * (count - 1) // 2, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    @staticmethod
+    def batch(num_samples: int) -> dict[str, Any]:
+        """Return a batch."""
+        return {
+            "dense": torch.randn(num_samples, 6),
+            "indices": [torch.randint(0, 20, (3 * num_samples,)) for _ in range(3)],
+            "offsets": [torch.arange(0, 3 * num_samples, 3) for _ in range(3)],
+            "clicked": torch.rand(num_samples),
+        }
+
+    def forward(self, dense: Tensor, indices: list[Tensor], offsets: list[Tensor], clicked: Tensor) -> Tensor:
+        """Return the loss."""
+        features = self.bottom(dense)
+        rows = [t(i, o) for t, i, o in zip(self.tables, indices, offsets, strict=True)]
+        vectors = torch.stack([features, *rows], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        crossed = products[:, self.pairs[0], self.pairs[1]]
+        logits = self.top(torch.cat([features, crossed], dim=1)).squeeze(-1)
+        return functional.binary_cross_entropy_with_logits(logits, clicked)
+
+
 def _convolution(given: int, made: int, size: int = 3, stride: int = 1) -> nn.Sequential:
     convolution = nn.Conv2d(given, made, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(made), nn.ReLU(inplace=True))

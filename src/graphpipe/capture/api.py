@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ def capture(
     name: str | None = None,
     granularity: Granularity = Granularity.OPERATOR,
     mode: Mode = Mode.TRAIN,
+    free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
 ) -> CapturedModel:
     """Return a model and its loss as a graph of operators.
 
@@ -53,13 +55,16 @@ def capture(
             its loss: alone, as ``.loss``, under ``"loss"`` or first in a tuple.
         name: What the model is called in tables and pictures; by default its class.
         granularity: How finely the model is divided.
+        free_sizes: Axes, besides the samples', whose size may differ from batch to batch, with a name for each size:
+            ``{"input_ids": {1: "length"}, "labels": {1: "length"}}``. Inputs are meant by their name or by that of the
+            batch's entry that they are part of. Sizes of one name are always equal.
         mode: What the model is captured for: an exported graph has one mode, so evaluation needs a capture of its own.
 
     Raises:
         CaptureError: The batch does not fit the model's inputs, or the model cannot be captured: its batch size is
             fixed, it branches on the values of a tensor, or it modifies an input. The message names the line.
     """
-    layout, tensors = _flatten(model, example_batch)
+    layout, tensors = _flatten(model, example_batch, free_sizes)
     autocast = Autocast.ambient()
     wrapper = ModelWithLoss(model, layout, loss_fn)
     graph, reasons = _training_graph(wrapper, model, layout, tensors, mode)
@@ -96,7 +101,7 @@ def _training_graph(
         try:
             with shapes_for_meta(model) as original:
                 module, leaves = export_graph(wrapper, list(tensors.values()), layout, kept_whole, mode)
-            graph = clean(module, model, list(layout.inputs), original, leaves)
+            graph = clean(module, model, layout, original, leaves)
         except UntraceableModuleError as needed:
             before = kept_whole
             kept_whole = next_kept(model, kept_whole, needed)
@@ -117,11 +122,13 @@ def eager_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tenso
     return loss
 
 
-def _flatten(model: nn.Module, example_batch: Any) -> tuple[BatchLayout, dict[str, Tensor]]:
+def _flatten(
+    model: nn.Module, example_batch: Any, free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({})
+) -> tuple[BatchLayout, dict[str, Tensor]]:
     names: list[str] = []
     if not isinstance(example_batch, Mapping):
         names = positional_names(model, 1 if isinstance(example_batch, Tensor) else len(example_batch))
-    layout = BatchLayout.of(example_batch, names)
+    layout = BatchLayout.of(example_batch, names, free_sizes)
     return layout, layout.flatten(example_batch)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -35,6 +36,7 @@ class BatchLayout:
         num_samples: The samples of the example batch.
         is_positional: Whether the batch is a tuple, list or tensor of positional arguments, not a mapping.
         entries: The names of its top-level entries, in order.
+        free_axes: By input, the names of the sizes that may differ from batch to batch, by axis.
     """
 
     inputs: Mapping[str, ValueSpec]
@@ -42,16 +44,20 @@ class BatchLayout:
     num_samples: int
     is_positional: bool
     entries: tuple[str, ...]
+    free_axes: Mapping[str, Mapping[int, str]]
     _names: tuple[str, ...]
     _tree: pytree.TreeSpec
 
     @classmethod
-    def of(cls, example_batch: Any, positional_names: Sequence[str]) -> BatchLayout:
+    def of(
+        cls, example_batch: Any, positional_names: Sequence[str], free: Mapping[str, Mapping[int, str]]
+    ) -> BatchLayout:
         """Return the layout of an example batch.
 
         Args:
             example_batch: The batch.
             positional_names: The names of the arguments when the batch is positional.
+            free: The names of the sizes that may differ from batch to batch, by axis, for inputs or entries.
 
         Raises:
             CaptureError: The batch has no tensor, fewer than 2 samples, or a tensor that needs a gradient.
@@ -59,7 +65,8 @@ class BatchLayout:
         is_positional = not isinstance(example_batch, Mapping)
         named = _flatten(example_batch, positional_names)
         tensors = {name: leaf for name, leaf in named.leaves if isinstance(leaf, Tensor)}
-        sizes = Counter(t.shape[0] for t in tensors.values() if t.dim())
+        free_axes = _free_axes(tensors, free)
+        sizes = Counter(t.shape[0] for n, t in tensors.items() if t.dim() and 0 not in free_axes.get(n, {}))
         if not sizes:
             raise CaptureError("the example batch has no tensor with a sample axis; pass a batch of at least 2 samples")
         num_samples = sizes.most_common(1)[0][0]
@@ -72,12 +79,15 @@ class BatchLayout:
         for name, tensor in tensors.items():
             if tensor.requires_grad:
                 raise CaptureError(f"input {name!r} of the example batch needs a gradient; detach it")
-            holds_samples = tensor.dim() > 0 and tensor.shape[0] == num_samples
+            own = free_axes.get(name, {})
+            holds_samples = tensor.dim() > 0 and tensor.shape[0] == num_samples and 0 not in own
             shape = (1, *tensor.shape[1:]) if holds_samples else tuple(tensor.shape)
-            inputs[name] = ValueSpec(name, tensor.dtype, shape, SampleLayout(0, 1) if holds_samples else None, False)
+            named_sizes = tuple(sympy.Symbol(own[i]) if i in own else sympy.Integer(s) for i, s in enumerate(shape))
+            layout = SampleLayout(0, 1) if holds_samples else None
+            inputs[name] = ValueSpec(name, tensor.dtype, shape, layout, False, named_sizes if own else ())
         constants = {name: leaf for name, leaf in named.leaves if not isinstance(leaf, Tensor)}
         names = tuple(name for name, _ in named.leaves)
-        return cls(inputs, constants, num_samples, is_positional, named.entries, names, named.tree)
+        return cls(inputs, constants, num_samples, is_positional, named.entries, free_axes, names, named.tree)
 
     def flatten(self, batch: Any) -> dict[str, Tensor]:
         """Return the tensors of a batch by name.
@@ -98,7 +108,7 @@ class BatchLayout:
             if name in self.inputs:
                 if not isinstance(leaf, Tensor):
                     raise BatchError(f"input {name!r} must be a tensor, got {type(leaf).__name__}")
-                _check_tensor(self.inputs[name], leaf)
+                _check_tensor(self.inputs[name], leaf, self.free_axes.get(name, {}))
                 tensors[name] = leaf
             elif isinstance(leaf, Tensor) or leaf != self.constants[name]:
                 raise BatchError(
@@ -106,7 +116,26 @@ class BatchLayout:
                     f"{'a tensor' if isinstance(leaf, Tensor) else repr(leaf)} now; capture the model again with it"
                 )
         self.num_samples_of(tensors)
+        self.sizes_of(tensors)
         return tensors
+
+    def sizes_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the sizes that may differ from batch to batch, by name.
+
+        Raises:
+            BatchError: Two inputs disagree on a size.
+        """
+        found: dict[str, tuple[int, str]] = {}
+        for name, axes in self.free_axes.items():
+            for axis, size_name in axes.items():
+                size = tensors[name].shape[axis]
+                expected, other = found.setdefault(size_name, (size, name))
+                if size != expected:
+                    raise BatchError(
+                        f"{size_name!r} is {expected} in input {other!r} and {size} in input {name!r}; a size of one "
+                        "name is the same in all inputs"
+                    )
+        return {size_name: size for size_name, (size, _) in found.items()}
 
     def num_samples_of(self, tensors: Mapping[str, Tensor]) -> int:
         """Return the number of samples of a flat batch.
@@ -195,19 +224,45 @@ def _part(key: Any) -> str:
     return str(key)
 
 
-def _check_tensor(spec: ValueSpec, tensor: Tensor) -> None:
+def _free_axes(tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, str]]) -> dict[str, dict[int, str]]:
+    """The named axes of each tensor.
+
+    Raises:
+        CaptureError: There is no such tensor or axis, or a name is no identifier or that of the number of samples.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for key, axes in free.items():
+        names = [name for name in tensors if name == key or name.startswith(key + ".")]
+        if not names:
+            raise CaptureError(
+                f"there is no input `{key}`, whose size is to be free{_hint(key, tensors, 'did you mean')}"
+            )
+        for name in names:
+            for axis, size_name in axes.items():
+                if not 0 <= axis < tensors[name].dim():
+                    raise CaptureError(f"input {name!r} has {tensors[name].dim()} axes; axis {axis} cannot be free")
+                if not size_name.isidentifier() or size_name == "batch":
+                    raise CaptureError(f"a size cannot be called {size_name!r}; use another word")
+                found.setdefault(name, {})[axis] = size_name
+    return found
+
+
+def _check_tensor(spec: ValueSpec, tensor: Tensor, free_axes: Mapping[int, str]) -> None:
     expected = [str(size) for size in spec.shape]
     if spec.layout is not None:
         expected[spec.layout.axis] = "samples"
+    for axis, name in free_axes.items():
+        expected[axis] = name
     told = f"[{', '.join(expected)}]"
     if tensor.dim() != len(spec.shape):
         raise BatchError(f"input {spec.name!r} has shape {list(tensor.shape)}; the model was captured with {told}")
     for axis, (size, given) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
         is_sample_axis = spec.layout is not None and axis == spec.layout.axis
-        if not is_sample_axis and size != given:
+        if not is_sample_axis and axis not in free_axes and size != given:
             raise BatchError(
                 f"input {spec.name!r} has shape {list(tensor.shape)}; the model was captured with {told}. Only the "
-                "number of samples may vary: pad or crop the input, or capture the model again"
+                "number of samples may vary, and sizes that are free in the capture: pad or crop the input, or capture "
+                "the model again"
             )
     if tensor.dtype != spec.dtype:
         raise BatchError(f"input {spec.name!r} is {tensor.dtype}; the model was captured with {spec.dtype}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,16 @@ class CapturedModel:
             BatchError: The tensors disagree.
         """
         return self._layout.num_samples_of(flat)
+
+    def sized(self, flat: Mapping[str, Tensor]) -> CapturedModel:
+        """Return this model with the types that its values have for a flat batch, where sizes may differ."""
+        sizes = self._layout.sizes_of(flat)
+        if not sizes:
+            return self
+        found = copy.copy(self)
+        found.values = {name: spec.at(sizes) for name, spec in self.values.items()}
+        found.inputs = {name: spec.at(sizes) for name, spec in self.inputs.items()}
+        return found
 
     def resize_batch(self, flat: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
         """Return a flat batch of `num_samples` samples: those of `flat`, repeated or cut as needed."""

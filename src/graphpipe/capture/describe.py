@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 from torch import fx
 from torch.utils import _pytree as pytree
 
@@ -14,6 +15,7 @@ from graphpipe.capture.classes import Kind
 from graphpipe.capture.naming import place_of, unit_names
 from graphpipe.capture.nodes import inputs_of, storages, tensors_of, written_by
 from graphpipe.capture.probe import Classification
+from graphpipe.capture.sizes import size_expression
 from graphpipe.capture.specs import SampleLayout, ValueSpec
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
 from graphpipe.capture.units import Units
@@ -181,4 +183,8 @@ def _value_spec(
     (tensor,) = tensors_of(node)
     assert sample_class.is_cuttable or node in classification.batch_wise, f"{node.name} passes between units"
     layout = SampleLayout(sample_class.axis, sample_class.inner) if sample_class.kind is Kind.PER_SAMPLE else None
-    return ValueSpec(name, tensor.dtype, graph.shape_at(tensor, 1), layout, carries_gradient)
+    names = {symbol: sympy.Symbol(size.name) for symbol, size in graph.free_sizes.items()}
+    names |= dict.fromkeys(graph.batch_symbols, sympy.Integer(1))
+    sizes = tuple(size_expression(size).xreplace(names) for size in tensor.shape)
+    is_free = any(size.free_symbols for size in sizes)
+    return ValueSpec(name, tensor.dtype, graph.shape_at(tensor, 1), layout, carries_gradient, sizes if is_free else ())

@@ -84,13 +84,13 @@ def value_from_inputs(
 def concrete(graph: TrainingGraph, size: Any, num_samples: int) -> Any:
     """Return a symbolic number for a number of samples."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return evaluate(size.node.expr, graph.batch_symbols, num_samples)
+        return evaluate(size.node.expr, graph.example_sizes(num_samples))
     return size
 
 
-def evaluate(expression: sympy.Basic, symbols: frozenset[sympy.Symbol], num_samples: int) -> int | float | bool:
-    """Return the value of an expression in the number of samples."""
-    found = expression.xreplace(dict.fromkeys(symbols, sympy.Integer(num_samples)))
+def evaluate(expression: sympy.Basic, values: Mapping[sympy.Symbol, sympy.Integer]) -> int | float | bool:
+    """Return the value of an expression in sizes."""
+    found = expression.xreplace(dict(values))
     if found.is_Boolean:
         return bool(found)
     return int(found) if found.is_integer else float(found)

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -254,8 +255,6 @@ def export_graph(
         UntraceableModuleError: A module cannot be followed inside, but perhaps kept whole.
         CaptureError: The model cannot be exported so. The message has the user's file and line where known.
     """
-    batch = Dim("batch")
-    shapes = tuple({0: batch} if spec.layout is not None else None for spec in layout.inputs.values())
     model = getattr(wrapper, MODEL)
     with (
         put_into(mode, model),
@@ -267,12 +266,45 @@ def export_graph(
         _quiet(),
     ):
         try:
-            program = torch.export.export(wrapper, tuple(tensors), dynamic_shapes={"tensors": shapes}, strict=False)
+            try:
+                program = _export(wrapper, tensors, layout, {})
+            except torch._dynamo.exc.UserError as error:
+                bounds = _bounds(str(error))
+                if not bounds:
+                    raise
+                leaves.clear()
+                program = _export(wrapper, tensors, layout, bounds)
             return program.module(check_guards=False), leaves
         except CaptureError:
             raise
         except Exception as error:  # torch raises whatever the user's code or its own tracer met
             raise _explained(error, model, layout.num_samples, log) from error
+
+
+def _export(
+    wrapper: ModelWithLoss, tensors: list[Tensor], layout: BatchLayout, bounds: Mapping[str, Mapping[str, int]]
+) -> torch.export.ExportedProgram:
+    batch = Dim("batch")
+    named = {n: Dim(n, **bounds.get(n, {})) for axes in layout.free_axes.values() for n in axes.values()}
+    shapes: list[dict[int, Any] | None] = []
+    for name, spec in layout.inputs.items():
+        axes: dict[int, Any] = {0: batch} if spec.layout is not None else {}
+        axes |= {axis: named[size] for axis, size in layout.free_axes.get(name, {}).items()}
+        shapes.append(axes or None)
+    return torch.export.export(wrapper, tuple(tensors), dynamic_shapes={"tensors": tuple(shapes)}, strict=False)
+
+
+def _bounds(message: str) -> dict[str, dict[str, int]]:
+    """The bounds that export asks for, of a length up to the rows of a table of positions; none if a size is fixed."""
+    _, _, fixes = message.partition("Suggested fixes:")
+    found: dict[str, dict[str, int]] = {}
+    for line in filter(None, map(str.strip, fixes.splitlines())):
+        fix = re.match(r"(\w+) = Dim\('\w+', (.*)\)$", line)
+        if fix is None:
+            break
+        found[fix[1]] = {bound: int(size) for bound, size in re.findall(r"(min|max)=(\d+)", fix[2])}
+    is_fixed = "specialized" in message or "batch" in found
+    return {} if is_fixed else found
 
 
 @contextlib.contextmanager
@@ -304,6 +336,14 @@ def _explained(error: Exception, root: nn.Module, num_samples: int, log: _GuardL
         )
     if "specialized" in str(error) or "Constraints violated" in str(error) or kind == "ConstraintViolationError":
         condition, line = log.about_one_size() or (None, "an unknown line")
+        fixed = re.search(
+            r"marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)", str(error)
+        )
+        if fixed is not None and fixed[1] != "batch":
+            return CaptureError(
+                f"the size {fixed[1]!r} of {model} was fixed to {fixed[2]} at {line}; take it from `.shape` of an "
+                "input, or leave it out of the free sizes"
+            )
         if condition is None or isinstance(condition, sympy.Eq):
             return CaptureError(
                 f"the batch size of {model} was fixed to {num_samples} at {line}; take it from `.shape[0]` of an input "

@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from graphpipe.capture.nodes import module_path, storages, tensors_of, value_of, written_by
 from graphpipe.capture.probe import Classification
-from graphpipe.capture.sizes import free_symbols
 from graphpipe.capture.training_graph import TrainingGraph
 
 
@@ -108,7 +107,7 @@ def join_uncuttable(
         if node in left_out or not readers:
             continue
         is_whole = classification.batch_wise.issuperset([node, *readers])
-        is_fixed = not any(free_symbols(size) for tensor in tensors_of(node) for size in tensor.shape)
+        is_fixed = not any(graph.depends_on_batch(size) for tensor in tensors_of(node) for size in tensor.shape)
         is_cuttable = all(leaf.is_cuttable for leaf in pytree.tree_leaves(classification.classes[node]))
         if not is_cuttable and not (is_whole and is_fixed):
             groups.join([node, *readers])

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphpipe.capture.leaves import ModuleLeaf, UntraceableModuleError
 from graphpipe.capture.sizes import size_expression
+from graphpipe.errors import CaptureError
 
 
 class LeafSizes:
@@ -30,6 +31,12 @@ class LeafSizes:
     def __init__(self, leaf: ModuleLeaf, tensors: Sequence[Tensor]) -> None:
         self._leaf = leaf
         self._count = len(tensors) - leaf.num_own
+        symbols = {s for t in tensors for size in t.shape for s in size_expression(size).free_symbols}
+        if len(symbols) > 1:
+            raise CaptureError(
+                f"{leaf} must be kept whole, and then no other size than the number of samples may be free; capture "
+                "the model with a fixed size"
+            )
         place = _sample_axis(tensors[: self._count])
         if place is None:
             raise UntraceableModuleError(f"no input of {leaf} depends on the batch", leaf.path.rpartition(".")[0])

@@ -46,7 +46,6 @@ from graphpipe.capture.nodes import (
     written_by,
 )
 from graphpipe.capture.rules import class_by_rule
-from graphpipe.capture.sizes import free_symbols, size_expression
 from graphpipe.capture.stand_ins import ProbeArguments, in_double, perturbed, random_windows
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
 from graphpipe.errors import CaptureError
@@ -158,7 +157,7 @@ class _Probe:
         self._adapt = ProbeArguments()
         for name, placeholder in graph.inputs.items():
             self.values[placeholder] = in_double(tensors[name])
-            depends = any(free_symbols(size) for size in value_of(placeholder).shape)
+            depends = any(graph.depends_on_batch(size) for size in value_of(placeholder).shape)
             self.classes[placeholder] = SampleClass(Kind.PER_SAMPLE) if depends else INDEPENDENT
         for node in graph.attributes:
             self.classes[node] = INDEPENDENT
@@ -243,7 +242,7 @@ class _Probe:
                 is_chance = Kind.MIXED in kinds and operator_name(node) in _SHAPE_ONLY
                 found.append(MIXED if may_mix and (compared is WHOLE or is_chance) else compared)
             else:
-                by_shape = _rows_by_shape(fake)
+                by_shape = _rows_by_shape(self.graph, fake)
                 found.append(by_shape if by_shape is not None else WHOLE)
                 if not draws or by_shape is None or "perm" in operator_name(node):
                     self.batch_wise.add(node)
@@ -251,7 +250,8 @@ class _Probe:
             # Rows are a matter of convention for the result of an operation that mixes samples; readers are tested.
             self.batch_wise.add(node)
             found = [
-                (_rows_by_shape(fake) or f) if f.kind is Kind.WHOLE else f for f, fake in zip(found, fakes, strict=True)
+                (_rows_by_shape(self.graph, fake) or f) if f.kind is Kind.WHOLE else f
+                for f, fake in zip(found, fakes, strict=True)
             ]
         elif leaf_code is not None and not self._function_treats_samples_alike(node, found):
             self.batch_wise.add(node)
@@ -269,7 +269,7 @@ class _Probe:
         """Let an operation mix samples without running it: what it does with others is not known."""
         self.batch_wise.add(node)
         leaves, tree = pytree.tree_flatten(value_of(node))
-        self.classes[node] = pytree.tree_unflatten([_rows_by_shape(leaf) or WHOLE for leaf in leaves], tree)
+        self.classes[node] = pytree.tree_unflatten([_rows_by_shape(self.graph, leaf) or WHOLE for leaf in leaves], tree)
         made = [torch.zeros(self.graph.shape_at(leaf, NUM_SAMPLES), dtype=leaf.dtype) for leaf in leaves]
         made = [torch.rand_like(in_double(leaf)) if leaf.is_floating_point() else leaf for leaf in made]
         self.values[node] = pytree.tree_unflatten([leaf.to(self.device) for leaf in made], tree)
@@ -392,7 +392,7 @@ class _Probe:
         return run_node(self.graph, node, values, num_samples, self._adapt)
 
     def _compare(self, node: fx.Node, fake: Tensor, full: Tensor, parts: list[Tensor], kinds: set[Kind]) -> SampleClass:
-        axes = [axis for axis, size in enumerate(fake.shape) if free_symbols(size)]
+        axes = [axis for axis, size in enumerate(fake.shape) if self.graph.depends_on_batch(size)]
         if len(axes) == 1:
             rows = self._rows(axes[0], full, parts)
             if rows is not WHOLE:
@@ -471,17 +471,15 @@ class _Probe:
             self.counted.pop(node, None)
 
 
-def _rows_by_shape(fake: Any) -> SampleClass | None:
+def _rows_by_shape(graph: TrainingGraph, fake: Any) -> SampleClass | None:
     """The rows of a tensor with one axis of a multiple of the batch size; None if there is no such axis."""
     if not isinstance(fake, Tensor):
         return None
-    axes = [axis for axis, size in enumerate(fake.shape) if free_symbols(size)]
+    axes = [axis for axis, size in enumerate(fake.shape) if graph.depends_on_batch(size)]
     if len(axes) != 1:
         return None
-    expression = size_expression(fake.shape[axes[0]])
-    (symbol,) = expression.free_symbols
-    rows = expression / symbol
-    return SampleClass(Kind.PER_SAMPLE, axes[0], 1, int(rows)) if rows.is_Integer else None
+    one, two = (graph.size_at(fake.shape[axes[0]], count) for count in (1, 2))
+    return SampleClass(Kind.PER_SAMPLE, axes[0], 1, one) if two == 2 * one else None
 
 
 def _place(node: fx.Node, numbers: list[fx.Node]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import sympy
 import torch
 
 
@@ -43,6 +45,8 @@ class ValueSpec:
         shape: For one sample. The entry of the sample axis is `SampleLayout.rows_per_sample`.
         layout: Where the samples are; None for a tensor that does not depend on the batch.
         carries_gradient: Whether a gradient comes back for it.
+        sizes: The shape in terms of the sizes that may differ from batch to batch, by their names; empty if none
+            does. Then `shape` and `layout` are those of the example batch.
     """
 
     name: str
@@ -50,6 +54,16 @@ class ValueSpec:
     shape: tuple[int, ...]
     layout: SampleLayout | None
     carries_gradient: bool
+    sizes: tuple[sympy.Basic, ...] = ()
+
+    def at(self, sizes: Mapping[str, int]) -> ValueSpec:
+        """Return the type for a batch in which the sizes that may differ have these values."""
+        if not self.sizes:
+            return self
+        known = {sympy.Symbol(name): sympy.Integer(size) for name, size in sizes.items()}
+        shape = tuple(int(size.xreplace(known)) for size in self.sizes)
+        layout = self.layout and SampleLayout(self.layout.axis, shape[self.layout.axis])
+        return replace(self, shape=shape, layout=layout)
 
     def shape_for(self, num_samples: int) -> tuple[int, ...]:
         """Return the shape of the tensor when it holds `num_samples` samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from graphpipe.capture.keeping import leaf_of, own_arguments, run_leaf
 from graphpipe.capture.leaves import ModuleLeaf
 from graphpipe.capture.losses import check_targets
 from graphpipe.capture.nodes import argument_of, attribute_of, is_size, value_of
-from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
+from graphpipe.capture.sizes import size_expression
+from graphpipe.capture.training_graph import AttributeKind, FreeSize, TrainingGraph
 
 
 class StageModule(nn.Module):
@@ -35,13 +37,17 @@ class StageModule(nn.Module):
         attributes: Sequence[tuple[AttributeKind, str, Tensor]],
         sizes: Sequence[sympy.Basic],
         symbols: frozenset[sympy.Symbol],
+        free_sizes: Mapping[sympy.Symbol, FreeSize],
         input_names: tuple[str, ...],
         output_names: tuple[str, ...],
         autocast: Autocast,
         leaves: Sequence[ModuleLeaf],
     ) -> None:
         super().__init__()
-        self.input_names = input_names
+        # An input may be read for its size alone.
+        self.input_names = tuple(dict.fromkeys((*input_names, *(size.input for size in free_sizes.values()))))
+        self._num_read = len(input_names)
+        self._free_sizes = dict(free_sizes)
         self.output_names = output_names
         self._autocast = autocast
         # A plain list keeps the program, which has no state, out of the module tree: the tree has original names only.
@@ -72,9 +78,12 @@ class StageModule(nn.Module):
         for name in self.input_names:
             if name not in tensors:
                 raise ValueError(f"the stage reads {name!r}, which is not among {sorted(tensors)}")
-        given = [tensors[name] for name in self.input_names]
+        given = [tensors[name] for name in self.input_names[: self._num_read]]
         own = [self._constants[name] if module is None else getattr(module, name) for module, name in self._owners]
-        sizes = [evaluate(size, self._symbols, num_samples) for size in self._sizes]
+        known = dict.fromkeys(self._symbols, sympy.Integer(num_samples))
+        for symbol, free in self._free_sizes.items():
+            known[symbol] = sympy.Integer(tensors[free.input].shape[free.axis])
+        sizes = [evaluate(size, known) for size in self._sizes]
         device = next((t.device for t in (*own, *given)), torch.device("cpu"))
         with self._autocast.applied():
             results = self._program[0](*given, *own, *sizes, *self._leaves, device)
@@ -130,7 +139,9 @@ def build_stage(
     attributes = [r for r in reads if r in graph.attributes]
     # The batch symbol goes first, so that checks can count in samples.
     symbol = min(graph.batch_symbols, key=str) if graph.batch_symbols else sympy.Symbol("batch")
-    counts = {node: symbol * counted_targets[node] for node in ordered if node in counted_targets}
+    counts = {
+        node: _expected(graph, node, counted_targets[node], symbol) for node in ordered if node in counted_targets
+    }
     numbers = [value_of(r) for r in reads if is_size(r)]
     sizes = list(dict.fromkeys([n.node.expr for n in numbers if hasattr(n, "node")] + list(counts.values())))
 
@@ -187,11 +198,19 @@ def build_stage(
         [(graph.attributes[r].kind, graph.attributes[r].name, graph.attributes[r].tensor) for r in attributes],
         sizes,
         graph.batch_symbols,
+        {s: free for s, free in graph.free_sizes.items() if any(s in size.free_symbols for size in sizes)},
         received_names,
         tuple(names[node] for node in outputs),
         autocast,
         [_leaf_of_stage(graph, node, leaf) for node, leaf in leaves.items()],
     )
+
+
+def _expected(graph: TrainingGraph, node: fx.Node, counted: int, batch: sympy.Symbol) -> sympy.Basic:
+    """How many targets count, if as many of each sample are ignored as in the example batch."""
+    target = value_of(argument_of(node, "target"))
+    ignored = math.prod(graph.shape_at(target, 1)) - counted
+    return sympy.expand(sympy.prod([size_expression(size) for size in target.shape]) - ignored * batch)
 
 
 def _leaf_of_stage(graph: TrainingGraph, node: fx.Node, leaf: ModuleLeaf) -> ModuleLeaf:

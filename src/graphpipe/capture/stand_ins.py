@@ -10,7 +10,6 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from graphpipe.capture.nodes import RECURRENT, operator_name, value_of
-from graphpipe.capture.sizes import free_symbols
 from graphpipe.capture.training_graph import TrainingGraph
 
 
@@ -20,7 +19,7 @@ def perturbed(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[str, 
     found = {}
     for name, tensor in tensors.items():
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
-        depends = any(free_symbols(size) for size in value_of(graph.inputs[name]).shape)
+        depends = any(graph.depends_on_batch(size) for size in value_of(graph.inputs[name]).shape)
         if not depends:
             found[name] = tensor
         elif tensor.is_floating_point():

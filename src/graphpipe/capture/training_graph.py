@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpipe.capture.assignments import assign_at_the_end
+from graphpipe.capture.batch import BatchLayout
 from graphpipe.capture.export import MODEL
 from graphpipe.capture.leaves import Leaf, UntraceableModuleError
 from graphpipe.capture.nodes import (
@@ -58,6 +59,23 @@ class Attribute:
     tensor: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class FreeSize:
+    """A size that may differ from batch to batch.
+
+    Attributes:
+        name: What the user calls it.
+        input: The name of an input that has it.
+        axis: Where the input has it.
+        example: The size in the example batch.
+    """
+
+    name: str
+    input: str
+    axis: int
+    example: int
+
+
 @dataclass(frozen=True, eq=False)
 class TrainingGraph:
     """The forward pass of a model and its loss.
@@ -70,6 +88,7 @@ class TrainingGraph:
         loss: The operation that gives the loss.
         batch_symbols: The symbols that stand for the number of samples.
         leaves: The Python code that some operations run.
+        free_sizes: By symbol, the other sizes that may differ from batch to batch.
     """
 
     module: fx.GraphModule
@@ -79,6 +98,7 @@ class TrainingGraph:
     loss: fx.Node
     batch_symbols: frozenset[sympy.Symbol]
     leaves: tuple[Leaf, ...]
+    free_sizes: Mapping[sympy.Symbol, FreeSize]
 
     @cached_property
     def order(self) -> Mapping[fx.Node, int]:
@@ -114,10 +134,19 @@ class TrainingGraph:
         buffers = {s for a in self.attributes for s in storages(a)}
         return any(storages(written) & buffers for written in written_by(node))
 
+    def depends_on_batch(self, size: Any) -> bool:
+        """Return whether a size follows from the number of samples."""
+        return not free_symbols(size).isdisjoint(self.batch_symbols)
+
+    def example_sizes(self, num_samples: int) -> dict[sympy.Symbol, sympy.Integer]:
+        """Return the value of each symbol for so many samples, with other sizes as in the example batch."""
+        free = {symbol: sympy.Integer(size.example) for symbol, size in self.free_sizes.items()}
+        return {**free, **dict.fromkeys(self.batch_symbols, sympy.Integer(num_samples))}
+
     def size_at(self, size: Any, num_samples: int) -> int:
         """Return a symbolic size for a number of samples."""
         if isinstance(size, torch.SymInt):
-            return int(size.node.expr.xreplace({symbol: sympy.Integer(num_samples) for symbol in self.batch_symbols}))
+            return int(size.node.expr.xreplace(self.example_sizes(num_samples)))
         return int(size)
 
     def shape_at(self, tensor: Tensor, num_samples: int) -> tuple[int, ...]:
@@ -128,7 +157,7 @@ class TrainingGraph:
 def clean(
     module: fx.GraphModule,
     model: nn.Module,
-    input_names: list[str],
+    layout: BatchLayout,
     original: Mapping[int, Tensor],
     leaves: Sequence[Leaf],
 ) -> TrainingGraph:
@@ -137,7 +166,7 @@ def clean(
     Args:
         module: The exported graph.
         model: The user's model.
-        input_names: Of the batch's tensors.
+        layout: Of the batch.
         original: The model's own tensor for the identity of each one that was exported in its place.
         leaves: The Python code in the graph.
 
@@ -153,19 +182,22 @@ def clean(
         if operator_name(node).startswith(("_assert", "sym_constrain_range")):
             graph.erase_node(node)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    inputs = dict(zip(input_names, placeholders, strict=True))
+    inputs = dict(zip(layout.inputs, placeholders, strict=True))
     loss = next(n for n in graph.nodes if n.op == "output").all_input_nodes[0]
     if loss.op != "call_function":
         raise CaptureError(f"the loss of {type(model).__name__} is one of its inputs or parameters; nothing to train")
-    symbols = frozenset(
-        symbol
-        for node in placeholders
-        for tensor in tensors_of(node)
-        for size in tensor.shape
-        for symbol in free_symbols(size)
-    )
+    symbols: set[sympy.Symbol] = set()
+    free_sizes: dict[sympy.Symbol, FreeSize] = {}
+    for input_name, node in inputs.items():
+        own = layout.free_axes.get(input_name, {})
+        for axis, size in enumerate(value_of(node).shape):
+            if axis not in own:
+                symbols |= free_symbols(size)
+            for symbol in free_symbols(size) if axis in own else ():
+                example = layout.inputs[input_name].shape[axis]
+                free_sizes.setdefault(symbol, FreeSize(own[axis], input_name, axis, example))
     operations = _live(graph, loss, attributes)
-    found = TrainingGraph(module, attributes, inputs, operations, loss, symbols, tuple(leaves))
+    found = TrainingGraph(module, attributes, inputs, operations, loss, frozenset(symbols), tuple(leaves), free_sizes)
     _check(found, model)
     return found
 
@@ -240,10 +272,11 @@ def _check(graph: TrainingGraph, model: nn.Module) -> None:
                     f"forward of {name} modifies its input {input_name!r} in place at {source_line(writer)}; "
                     "work on a copy, such as x = x.clone()"
                 )
+    known = graph.batch_symbols | graph.free_sizes.keys()
     for node in graph.operations:
         for tensor in tensors_of(node):
             for size in tensor.shape:
-                unknown = free_symbols(size) - graph.batch_symbols
+                unknown = free_symbols(size) - known
                 if unknown:
                     raise UntraceableModuleError(
                         f"a size in {name} depends on the values of a tensor at {source_line(node) or node.name}; "
@@ -251,7 +284,7 @@ def _check(graph: TrainingGraph, model: nn.Module) -> None:
                         module_path(node, MODEL),
                     )
         for read in node.all_input_nodes:
-            if is_size(read) and free_symbols(value_of(read)) - graph.batch_symbols:
+            if is_size(read) and free_symbols(value_of(read)) - known:
                 raise UntraceableModuleError(
                     f"{name} turns the value of a tensor into a number at {source_line(read) or read.name}; "
                     "keep it a tensor",

@@ -188,6 +188,7 @@ def run_in_process(
         GraphPipeError: A task failed on a device; the first failure is raised.
     """
     inputs = source.flatten_batch(batch)
+    source = source.sized(inputs)
     hub = Hub(timeout_s) if program.matching is Matching.TAG else OrderedHub(len(program.instructions), timeout_s)
     executors = [_executor(source, program, hub, device, costs) for device in range(len(program.instructions))]
     losses: dict[int, Tensor] = {}

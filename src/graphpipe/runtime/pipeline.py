@@ -236,6 +236,7 @@ class Pipeline:
             self._build(capture(self._model, batch, loss_fn=self._loss_fn))
         assert self._executor is not None and self._source is not None
         inputs = self._source.flatten_batch(batch)
+        self._executor.source = self._source.sized(inputs)
         count = self._source.num_samples(inputs)
         self._check_counts(count)
         program = self._program(count)

@@ -86,6 +86,10 @@ class StageSource(Protocol):
         """Return the tensors of a batch by the names of the inputs."""
         ...
 
+    def sized(self, flat: Mapping[str, Tensor]) -> StageSource:
+        """Return the model with the values that it has for a flat batch, where sizes differ from batch to batch."""
+        ...
+
     def num_samples(self, flat: Mapping[str, Tensor]) -> int:
         """Return the samples of a flat batch."""
         ...
