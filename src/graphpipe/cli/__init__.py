@@ -13,8 +13,9 @@ import traceback
 import click
 
 from graphpipe import __version__
-from graphpipe.cli.launch import is_worker, report_failure
+from graphpipe.cli.launch import is_worker
 from graphpipe.errors import GraphPipeError
+from graphpipe.runtime.failure_report import report_failure
 
 _COMMANDS = {
     "plan": "find stages, devices, micro-batch size and schedule for a model",
@@ -52,6 +53,7 @@ def application() -> None:
 def main() -> None:
     """Run the command line and exit: 0 when all is well, 1 for an error, 2 for a wrong call."""
     code: int
+    message = ""
     try:
         result = application(standalone_mode=False)
         code = result if isinstance(result, int) else 0
@@ -62,15 +64,17 @@ def main() -> None:
         print("stopped", file=sys.stderr)
         code = 130
     except GraphPipeError as error:
-        report_failure(str(error))
-        code = 1
+        message, code = str(error), 1
     except BrokenPipeError:
         code = 0
     except Exception:
         # A fault of the user's code or of ours, told in full; in a worker often only the echo of another's end.
-        report_failure(traceback.format_exc().strip())
-        code = 1
+        message, code = traceback.format_exc().strip(), 1
+    if message:
+        report_failure(message, int(os.environ.get("RANK", "0")) if is_worker() else None)
     if is_worker():
+        if "graphpipe.runtime.watchdog" in sys.modules:
+            sys.modules["graphpipe.runtime.watchdog"].leave_job(message.splitlines()[-1] if message else None)
         # Threads of torch.distributed may still wait for other processes; they would keep this one alive.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 @click.option("--log-every", type=click.IntRange(min=1), default=10, show_default=True, help="Steps between lines.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace of the last step.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write a report as one HTML page.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds that one task, or a rank between two steps, may take while others wait.",
+)
 @click.option("--save", type=click.Path(path_type=Path), help="Write the trained parameters as safetensors.")
 def command(
     strategy_file: Path,
@@ -33,6 +42,7 @@ def command(
     log_every: int,
     trace: Path | None,
     report: Path | None,
+    timeout_s: float,
     save: Path | None,
 ) -> None:
     """Train a model by a strategy.
@@ -53,7 +63,8 @@ def command(
             len(strategy.cluster),
             [
                 *("train", str(strategy_file), "--model", reference),
-                *("--steps", str(steps), "--log-every", str(log_every), *given),
+                *("--steps", str(steps), "--log-every", str(log_every), "--timeout", str(timeout_s)),
+                *given,
             ],
         )
         return
@@ -74,6 +85,7 @@ def command(
             max_gradient_norm=job.max_gradient_norm,
             loss_scaling=job.loss_scaling,
             example_batch=job.example_batch,
+            timeout=datetime.timedelta(seconds=timeout_s),
         )
     _train(pipeline, islice(batches(job, strategy.mini_batch_size), steps), steps, log_every)
     _write(pipeline, trace, report, save)

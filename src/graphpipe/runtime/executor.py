@@ -33,6 +33,7 @@ from graphpipe.runtime.buckets import Bucket, start_buckets
 from graphpipe.runtime.clock import Clock
 from graphpipe.runtime.stages import StageModule, StageSource, named_parameters, take_samples
 from graphpipe.runtime.transport import Transport
+from graphpipe.runtime.watch import Cells
 from graphpipe.schedule import Phase, Task
 from graphpipe.stage import TURN, Recompute, SampleRange
 from graphpipe.trace import Span, SpanKind
@@ -99,6 +100,9 @@ class Executor:
         self.torch_device = torch_device or torch.device("cpu")
         self.spans: list[Span] = []
         self.loss_scale = 1.0
+        # Where the device is: `run` writes the number of each instruction, from `first_place` on, into the first entry.
+        self.position: Cells = [0]
+        self.first_place = 0
 
     def run(
         self, program: Program, inputs: Mapping[str, Tensor], optimizer_step: Callable[[], None] | None = None
@@ -126,7 +130,9 @@ class Executor:
                 batch.ranges[instruction.task] = instruction.samples
         self.spans = []
         self.clock.start()
-        for instruction in instructions:
+        position = self.position
+        for place, instruction in enumerate(instructions, start=self.first_place):
+            position[0] = place
             self._interpret(batch, instruction, optimizer_step)
         return batch.loss
 

@@ -33,6 +33,7 @@ from graphpipe.runtime.update import (
     counted_parameters,
     make_optimizer,
 )
+from graphpipe.runtime.watchdog import job_watchdog
 from graphpipe.schedule import ModelCosts
 from graphpipe.strategy import Strategy
 from graphpipe.trace import Span, SpanKind, Trace, TraceSource
@@ -82,7 +83,8 @@ class Pipeline:
         loss_scaling: For training under autocast to float16: every rank scales the loss alike, and skips the same
             updates.
         example_batch: A batch to capture the model with, under the autocast that is in force.
-        timeout: After this long without an answer from another process a rank gives up.
+        timeout: How long one task, or what runs between two steps, may take while other ranks wait for it; past that
+            the job ends and says where. Processes that are gone or stopped are noticed within seconds.
         transport: How messages travel; by default NCCL where the model's parameters are on a GPU, else gloo.
 
     Attributes:
@@ -120,8 +122,10 @@ class Pipeline:
         self._loss_scaler = None if loss_scaling is None else LossScaler(loss_scaling)
         self._update: Update | None = None
         self._has_accumulated = False
-        self._timeout = timeout
         self._transport_kind = transport
+        # Past this torch itself gives up, without knowing the cause; the watchdog is to be first.
+        self._transport_timeout = timeout + datetime.timedelta(seconds=30)
+        self._watchdog = job_watchdog(timeout)
         self._programs: dict[int, Program] = {}
         self._source: StageSource | None = None
         self._model = model
@@ -136,9 +140,11 @@ class Pipeline:
 
     def _build(self, source: StageSource) -> None:
         self.strategy.check_model(source.graph)
-        join(self.strategy, self._timeout)
-        check_agreement("strategies", _digest(self.strategy), "load the same strategy")
-        check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
+        join(self.strategy, self._transport_timeout)
+        self._watchdog.start(rank(), world_size(), _broadcast_text)
+        with self._watchdog.operation("the comparison of the strategies and parameters"):
+            check_agreement("strategies", _digest(self.strategy), "load the same strategy")
+            check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
         modules = {
             x: source.stage_module(stage.operators)
             for x, stage in enumerate(self.strategy.stages.stages)
@@ -147,9 +153,10 @@ class Pipeline:
         device = next((p.device for p in _all_parameters(source).values()), torch.device("cpu"))
         self._transport_kind = self._transport_kind or TransportKind.for_device(device)
         groups = [reduction.devices for reduction in self._program(self.strategy.mini_batch_size).reductions]
-        transport = make_transport(self._transport_kind, groups, self._timeout)
+        transport = make_transport(self._transport_kind, groups, self._transport_timeout)
         self._source = source
         self._executor = Executor(rank(), source, modules, transport, WallClock(), device)
+        self._executor.position = self._watchdog.cells
         trainable = [(name, p) for name, p in self._executor.parameters.items() if p.requires_grad]
         if self._make_optimizer is not None and trainable:
             self.optimizer = make_optimizer(self._make_optimizer, trainable)
@@ -160,7 +167,7 @@ class Pipeline:
         self._update = Update(
             self._executor.parameters,
             counted_parameters(self.strategy.stages, rank()),
-            lambda tensor: transport.all_reduce(range(dist.get_world_size()), tensor),
+            lambda tensor: self._sum_over_ranks("the norm of the gradients", tensor),
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             max_gradient_norm=self._max_gradient_norm,
@@ -238,10 +245,11 @@ class Pipeline:
         inputs = self._source.flatten_batch(batch)
         self._executor.source = self._source.sized(inputs)
         count = self._source.num_samples(inputs)
-        self._check_counts(count)
-        program = self._program(count)
-        if not self._batches_agree:
-            self._check_batches(inputs)
+        with self._watchdog.operation("the comparison of the batches"):
+            self._check_counts(count)
+            program = self._program(count)
+            if not self._batches_agree:
+                self._check_batches(inputs)
         self._check_autocast(self._source)
         if self._loss_scaler is not None:
             self._executor.loss_scale = self._loss_scaler.scale
@@ -254,11 +262,17 @@ class Pipeline:
             self._complete_gradients(before)
             finished.append(self.update() if updates else UpdateResult())
 
-        loss = self._executor.run(program, inputs, finish if updates else None)
-        if not finished:  # also on a rank without a stage, whose program is empty
-            finish()
-        self._executor.transport.all_reduce(range(dist.get_world_size()), loss)
+        self._executor.first_place = self._watchdog.place(program, rank())
+        with self._watchdog.step():
+            loss = self._executor.run(program, inputs, finish if updates else None)
+            if not finished:  # also on a rank without a stage, whose program is empty
+                finish()
+        self._sum_over_ranks("the sum of the loss", loss)
         return StepResult(float(loss), count, finished[0].gradient_norm, finished[0].is_skipped)
+
+    def _sum_over_ranks(self, what: str, tensor: Tensor) -> None:
+        with self._watchdog.operation(what):
+            self._built().transport.all_reduce(range(dist.get_world_size()), tensor)
 
     def _check_autocast(self, source: StageSource) -> None:
         ambient = Autocast.ambient()
@@ -369,6 +383,10 @@ class Pipeline:
 
     def _gather(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Let each tensor's lowest rank broadcast it. Names, shapes and types travel as text."""
+        with self._watchdog.operation("the gathering of tensors"):
+            return self._gather_all(mine)
+
+    def _gather_all(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         header = json.dumps({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
         found: dict[str, Tensor] = {}
         for source in range(dist.get_world_size()):
@@ -389,6 +407,10 @@ class Pipeline:
 
         The processes of one machine share its clock; on several machines the clocks must agree (NTP).
         """
+        with self._watchdog.operation("the gathering of the trace"):
+            return self._gather_trace()
+
+    def _gather_trace(self) -> Trace:
         spans = self._built().spans
         rows = torch.tensor(
             [[_SPAN_KINDS.index(s.kind), s.start_s, s.stop_s, s.stage, s.micro_batch] for s in spans],

@@ -1,0 +1,487 @@
+"""The watchdog process of one rank: sees how its rank is, tells the others, and ends it when the job has failed.
+
+It is a process of its own because a rank cannot watch itself: one that is stopped, or that holds the interpreter, runs
+no thread, and one that is blocked in a collective cannot be interrupted. It imports nothing heavy. The rank writes
+where it is into shared memory (`Cell`) and tells the rest as lines of JSON over a socket; see
+`graphpipe.runtime.watchdog` for that side.
+
+The watchdog of rank 0 is the coordinator: the others connect to it over TCP, tell it their rank's state four times a
+second and what happens at once, and do what it decides. The decision itself is `graphpipe.runtime.verdict.judge`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from graphpipe.runtime.failure_report import expect_no_verdict, expect_verdict, report_verdict
+from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, RankState, Sign, SignKind, Verdict, judge
+
+TICK_S = 0.25
+# What a rank that raised an exception has for its own clean-up, and how long others wait so that the launcher sees the
+# first cause end first.
+GRACE_S = 4.0
+HEAD_START_S = 1.5
+
+
+class Cell(IntEnum):
+    """The 64-bit integers that a rank shares with its watchdog."""
+
+    PLACE = 0
+    """A position in the table of places."""
+    OPERATION = 1
+    """How many joint operations have begun."""
+    STEP = 2
+    """How many steps have begun."""
+    BEAT = 3
+    """Counted up by a thread."""
+
+
+class Cells(Protocol):
+    """Integers by `Cell`: a list, or shared memory."""
+
+    def __getitem__(self, cell: int, /) -> int: ...
+    def __setitem__(self, cell: int, value: int, /) -> None: ...
+
+
+class Lines:
+    """Lines of JSON over a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.is_open = True
+        self._buffer = b""
+        connection.settimeout(1.0)
+
+    def send(self, **message: Any) -> None:
+        """Send one object; a broken connection is found by `receive`."""
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.is_open = False
+
+    def receive(self) -> Iterator[dict[str, Any]]:
+        """Yield what has come. Call it when the socket is readable; `is_open` is False at the end."""
+        try:
+            data = self.socket.recv(1 << 20)
+        except TimeoutError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.is_open = False
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+
+class WatchedRank:
+    """The rank's process as its watchdog sees it."""
+
+    def __init__(self, rank: int, pid: int, shared_memory: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.is_alive = True
+        self.places: list[Place] = [OUTSIDE]
+        self._memory = mmap.mmap(shared_memory, mmap.PAGESIZE)
+        self._cells = memoryview(self._memory).cast("q")
+        self._seen = self._beat = -1
+        self._progress: tuple[int, ...] = ()
+        self._moved_s = self._beat_s = self._looked_s = time.monotonic()
+        self.process = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+        self._launcher = _parent_of(pid) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    def look(self) -> RankState:
+        """Return the rank's state."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > 8 * TICK_S:
+            # This process did not run either: the machine slept, or all was stopped. Nothing can be said of the rank.
+            self._moved_s = self._beat_s = now_s
+        self._looked_s = now_s
+        progress = (self._cells[Cell.PLACE], self._cells[Cell.OPERATION])
+        if progress != self._progress:
+            self._progress, self._moved_s = progress, now_s
+        if self._cells[Cell.BEAT] != self._beat:
+            self._beat, self._beat_s = self._cells[Cell.BEAT], now_s
+        place, operation = progress
+        return RankState(
+            rank=self.rank,
+            place=self.places[place] if 0 <= place < len(self.places) else OUTSIDE,
+            operation=operation,
+            step=self._cells[Cell.STEP],
+            idle_s=now_s - self._moved_s,
+            silent_s=now_s - self._beat_s,
+            is_stopped=now_s - self._beat_s > 2 * TICK_S and _state_of(self.pid) == "T",
+        )
+
+    def check_alive(self) -> bool:
+        """Return whether the process is there."""
+        if self.process is None:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                self.is_alive = False
+        return self.is_alive
+
+    def has_lost_its_launcher(self) -> bool:
+        """Return whether the torchrun that started the rank is gone; nobody else would end it then."""
+        return self._launcher is not None and _parent_of(self.pid) not in (self._launcher, None)
+
+    def kill(self) -> None:
+        """End the process: SIGKILL also ends one that is stopped."""
+        if self.is_alive:
+            _kill(self.pid)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Return the fields of Linux's ``/proc/PID/stat`` after the process's name; none elsewhere."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _state_of(pid: int) -> str:
+    return next(iter(_stat_of(pid)), "")
+
+
+def _parent_of(pid: int) -> int | None:
+    fields = _stat_of(pid)
+    return int(fields[1]) if fields else None
+
+
+class Coordinator:
+    """Collects what all watchdogs see and decides. It lives in the watchdog of rank 0.
+
+    Args:
+        world_size: The ranks of the job.
+        limits: How long things may take.
+    """
+
+    def __init__(self, world_size: int, limits: Limits) -> None:
+        self.world_size = world_size
+        self.limits = limits
+        self.verdict: Verdict | None = None
+        self.peers: dict[int, Lines] = {}
+        self.processes: dict[int, tuple[str, int, int]] = {}
+        self.gone: set[int] = set()
+        self._states: dict[int, tuple[RankState, float]] = {}
+        self._signs: list[tuple[Sign, float]] = []
+        self._decided_s = 0.0
+        self._has_ended = False
+
+    def hear(self, state: RankState) -> None:
+        """Take the state of a rank."""
+        if state.rank not in self.gone:
+            self._states[state.rank] = (state, time.monotonic())
+
+    def see(self, sign: Sign) -> None:
+        """Take what has happened to a rank."""
+        rank = sign.state.rank
+        if rank in self.gone:
+            return
+        self._signs.append((sign, time.monotonic()))
+        if sign.kind not in (SignKind.FAILED, SignKind.ECHO):
+            self.gone.add(rank)
+            self._states.pop(rank, None)
+
+    def lose(self, rank: int) -> None:
+        """Take note that a rank's watchdog has closed its connection."""
+        self.peers.pop(rank, None)
+        if rank not in self.gone:
+            state, _ = self._states.get(rank, (RankState(rank=rank), 0.0))
+            self.see(Sign(kind=SignKind.UNHEARD, state=state))
+
+    def decide(self) -> Verdict | None:
+        """Return the verdict, once there is one."""
+        if self.verdict is None:
+            now_s = time.monotonic()
+            states = {rank: replace(state, unheard_s=now_s - s) for rank, (state, s) in self._states.items()}
+            signs = [replace(sign, age_s=now_s - s) for sign, s in self._signs]
+            self.verdict = judge(states, signs, self.limits)
+            self._decided_s = now_s
+            if self.verdict is not None:
+                for peer in list(self.peers.values()):
+                    peer.send(verdict=asdict(self.verdict))
+        return self.verdict
+
+    def may_end_all(self) -> bool:
+        """Return whether the other ranks may be ended: the first one is gone, or had its time."""
+        if self.verdict is None:
+            return False
+        return self.verdict.rank in self.gone or time.monotonic() - self._decided_s > HEAD_START_S
+
+    def end_all(self) -> None:
+        """Let every watchdog end its rank; where one does not, end both, if they are on this machine."""
+        if not self._has_ended:
+            self._has_ended = True
+            for peer in list(self.peers.values()):
+                peer.send(end=True)
+        if self._is_overdue():
+            for rank in self.peers:
+                host, *pids = self.processes[rank]
+                for pid in pids if host == socket.gethostname() else ():
+                    _kill(pid)
+
+    def is_done(self) -> bool:
+        """Return whether no other watchdog needs this one."""
+        if self._is_overdue():
+            return True
+        return not self.peers and (self._has_ended or len(self.gone) == self.world_size)
+
+    def _is_overdue(self) -> bool:
+        return self._has_ended and time.monotonic() - self._decided_s > HEAD_START_S + GRACE_S + 1.0
+
+
+class Watch:
+    """The watchdog's loop."""
+
+    def __init__(self, rank: int, world_size: int, limits: Limits, pid: int, shared_memory: int, control: int) -> None:
+        self.rank = WatchedRank(rank, pid, shared_memory)
+        self.control = Lines(socket.socket(fileno=control))
+        self.limits = limits
+        self.coordinator = Coordinator(world_size, limits) if rank == 0 else None
+        self.uplink: Lines | None = None
+        self.was_told_to_end = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.control.socket, selectors.EVENT_READ, self._from_rank)
+        if self.rank.process is not None:
+            self._selector.register(self.rank.process, selectors.EVENT_READ, self._on_end)
+        self._has_failed = self._has_left = self._has_verdict = False
+        self._deadline_s: float | None = None
+        self._heard_s = time.monotonic()
+        self._token = ""
+
+    # ---- what is seen here
+
+    def run(self) -> None:
+        """Watch until the rank has ended and nobody needs this process."""
+        tick_s = 0.0
+        while True:
+            for key, _ in self._selector.select(TICK_S):
+                key.data(key)
+            if not self.rank.check_alive():
+                self._ended()
+            now_s = time.monotonic()
+            if now_s >= tick_s:
+                tick_s = now_s + TICK_S
+                self._report_state()
+                if self.rank.is_alive and self.rank.has_lost_its_launcher():
+                    self._end(Verdict(self.rank.rank, f"the launcher of rank {self.rank.rank} is gone"), 0.0)
+            self._act(now_s)
+            if not self.rank.is_alive and (self.coordinator is None or self.coordinator.is_done()):
+                return
+
+    def _report_state(self) -> None:
+        state = self.rank.look()
+        if self.coordinator is not None:
+            self.coordinator.hear(state)
+            for peer in list(self.coordinator.peers.values()):
+                peer.send(beat=True)
+        elif self.uplink is not None:
+            self.uplink.send(state=asdict(state))
+
+    def _sign(self, kind: SignKind, message: str = "") -> None:
+        sign = Sign(kind=kind, state=self.rank.look(), message=message)
+        if self.coordinator is not None:
+            self.coordinator.see(sign)
+        elif self.uplink is not None:
+            self.uplink.send(sign=asdict(sign))
+
+    def _on_end(self, _: selectors.SelectorKey) -> None:
+        assert self.rank.process is not None
+        self._selector.unregister(self.rank.process)
+        self.rank.is_alive = False
+        self._ended()
+
+    def _ended(self) -> None:
+        """The process is gone: take in its last words, and see whether the launcher ended it."""
+        if self.control.is_open:
+            self.control.socket.setblocking(False)
+            for message in self.control.receive():
+                self._obey(message)
+            self._close_control()
+        if not self._has_left:
+            self._has_left = True
+            if not self.was_told_to_end:
+                time.sleep(0.05)  # The launcher's signal comes to the rank and to this process, in any order.
+            failed_before = self._has_failed or self._has_verdict
+            self._sign(SignKind.ENDED if self.was_told_to_end or failed_before else SignKind.DIED)
+
+    def _from_rank(self, _: selectors.SelectorKey) -> None:
+        for message in self.control.receive():
+            self._obey(message)
+        if not self.control.is_open:
+            self._close_control()
+            if self.rank.process is None:
+                self.rank.is_alive = False
+
+    def _close_control(self) -> None:
+        self.control.is_open = False
+        self._selector.unregister(self.control.socket)
+        self.control.socket.close()
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"places": places}:
+                self.rank.places += [Place(PlaceKind(kind), text) for kind, text in places]
+            case {"failed": text, "kind": kind}:
+                self._has_failed = kind == SignKind.FAILED
+                self._sign(SignKind(kind), text)
+            case {"leave": text}:
+                self._has_left = True
+                self._sign(SignKind.LEFT, text)
+            case {"serve": address, "token": token}:
+                self._serve(address, token)
+            case {"connect": [host, port], "token": token}:
+                self._connect(host, port, token)
+            case _:
+                raise AssertionError(message)
+
+    # ---- the others
+
+    def _serve(self, address: str, token: str) -> None:
+        assert self.coordinator is not None
+        self._token = token
+        server = socket.create_server((address, 0), backlog=self.coordinator.world_size)
+        self._selector.register(server, selectors.EVENT_READ, self._on_connection)
+        self.control.send(port=server.getsockname()[1])
+
+    def _on_connection(self, key: selectors.SelectorKey) -> None:
+        assert isinstance(key.fileobj, socket.socket)
+        connection, _ = key.fileobj.accept()
+        peer, known = Lines(connection), list[int]()
+        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._from_peer(peer, known))
+
+    def _from_peer(self, peer: Lines, known: list[int]) -> None:
+        """Take what another watchdog says; `known` holds its rank once it has shown the token."""
+        assert self.coordinator is not None
+        for message in peer.receive():
+            match message:
+                case {"hello": rank, "token": self._token, "processes": [host, pid, watch]}:
+                    known.append(rank)
+                    self.coordinator.peers[rank] = peer
+                    self.coordinator.processes[rank] = (host, pid, watch)
+                case {"state": fields} if known:
+                    self.coordinator.hear(_state(fields))
+                case {"sign": fields} if known:
+                    self.coordinator.see(Sign(**{**fields, **_typed(fields)}))
+                case _:
+                    peer.is_open = False
+        if not peer.is_open:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
+            for rank in known:
+                self.coordinator.lose(rank)
+
+    def _connect(self, host: str, port: int, token: str) -> None:
+        try:
+            uplink = Lines(socket.create_connection((host, port), timeout=10.0))
+        except OSError as error:
+            self.control.send(error=f"{error.strerror or error}")
+            return
+        processes = [socket.gethostname(), self.rank.pid, os.getpid()]
+        uplink.send(hello=self.rank.rank, token=token, processes=processes)
+        self._heard_s = time.monotonic()
+        self._selector.register(uplink.socket, selectors.EVENT_READ, self._from_coordinator)
+        self.uplink = uplink
+        self.control.send(connected=True)
+
+    def _from_coordinator(self, _: selectors.SelectorKey) -> None:
+        assert self.uplink is not None
+        self._heard_s = time.monotonic()
+        for message in self.uplink.receive():
+            match message:
+                case {"verdict": fields}:
+                    self._take(Verdict(**fields))
+                case {"end": True}:
+                    self._end(None, 0.0)
+                case _:
+                    pass
+        if not self.uplink.is_open:
+            self._selector.unregister(self.uplink.socket)
+            if not self._has_verdict and not self._has_left:
+                self._lose_coordinator("is gone")
+            self._end(None, 0.0 if not self._has_left else None)
+
+    def _lose_coordinator(self, how: str) -> None:
+        self._take(Verdict(0, f"the watchdog of rank 0 {how}: its machine or the network may be down"))
+
+    # ---- what follows
+
+    def _act(self, now_s: float) -> None:
+        if self.coordinator is not None:
+            verdict = self.coordinator.decide()
+            if verdict is not None:
+                self._take(verdict)
+            if self.coordinator.may_end_all():
+                self.coordinator.end_all()
+                self._end(None, 0.0)
+        elif self.uplink is not None and now_s - self._heard_s > self.limits.unheard_s and not self._has_left:
+            self._lose_coordinator(f"has not answered for {self.limits.unheard_s:g} s")
+            self._end(None, 0.0)
+        if self._deadline_s is not None and now_s >= self._deadline_s:
+            self.rank.kill()
+
+    def _take(self, verdict: Verdict) -> None:
+        """Take the verdict: say it once a machine, and end this rank first if it was the first to fail."""
+        if self._has_verdict:
+            return
+        self._has_verdict = True
+        if os.environ.get("LOCAL_RANK", str(self.rank.rank)) == "0":
+            report_verdict(verdict.message)
+        if verdict.rank == self.rank.rank:
+            self._end(None, 0.0)
+
+    def _end(self, verdict: Verdict | None, patience_s: float | None) -> None:
+        """End the rank; one that raised an exception has a grace to end by itself."""
+        if verdict is not None:
+            self._take(verdict)
+        if patience_s is not None and self._deadline_s is None:
+            self._deadline_s = time.monotonic() + (GRACE_S if self._has_failed or self._has_left else patience_s)
+
+
+def _typed(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": SignKind(fields["kind"]), "state": _state(fields["state"])}
+
+
+def _state(fields: dict[str, Any]) -> RankState:
+    place = Place(PlaceKind(fields["place"]["kind"]), fields["place"]["text"])
+    return RankState(**{**fields, "place": place})
+
+
+def main() -> None:
+    """Watch a rank: ``RANK WORLD_SIZE LIMITS PID SHARED_MEMORY CONTROL``, the last two being file descriptors."""
+    rank, world_size, limits, pid, shared_memory, control = sys.argv[1:]
+    watch = Watch(int(rank), int(world_size), Limits(**json.loads(limits)), int(pid), int(shared_memory), int(control))
+
+    def note_the_end(*_: object) -> None:
+        watch.was_told_to_end = True
+
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(name, note_the_end)
+    if watch.coordinator is not None:
+        expect_verdict()
+    try:
+        watch.run()
+    finally:
+        if watch.coordinator is not None:
+            expect_no_verdict()

@@ -1,0 +1,101 @@
+"""Ranks that fail where a test wants it: in a task, while they wait, in a reduction, or between two steps."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import functools
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphpipe.capture import CapturedModel, capture
+from graphpipe.program import AwaitReceive, AwaitReduction, Compute, Instruction, OptimizerStep
+from graphpipe.runtime.executor import Executor
+from graphpipe.runtime.pipeline import Pipeline
+from tests.distributed.cases import Fork, batch_of, mean_square
+from tests.distributed.parity import hand_made, sgd
+
+# Branches b and c between a, which has two replicas, and d.
+PARTS = [("a", 4, (0, 1)), ("b", 2, (2,)), ("c", 2, (3,)), ("", 2, (2,))]
+NUM_RANKS = 4
+
+
+@functools.cache
+def captured() -> CapturedModel:
+    """Return the model. The process that forks the ranks captures it once for all."""
+    torch.set_num_threads(1)
+    return capture(Fork(), batch_of(8), loss_fn=mean_square)
+
+
+def fail(how: str, folder: Path) -> None:
+    """Fail, after leaving a note of when."""
+    (folder / "failed_at").write_text(str(time.monotonic()))
+    match how:
+        case "exception":
+            raise ZeroDivisionError("planted")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "loop":
+            while True:
+                pass
+        case "c-loop":
+            collections.deque(itertools.repeat(0), maxlen=0)
+        case _:
+            raise AssertionError(how)
+
+
+def is_at(instruction: Instruction, place: str) -> bool:
+    """Return whether a place as tests write it is this instruction: a task (1B0), ``wait 1B0``, sum, optimizer."""
+    match instruction:
+        case Compute(task, _, _):
+            return str(task) == place
+        case AwaitReceive(message):
+            return f"wait {message.target}" == place
+        case AwaitReduction():
+            return place == "sum"
+        case OptimizerStep():
+            return place == "optimizer"
+        case _:
+            return False
+
+
+def train(folder: str, how: str, rank: int, place: str, timeout_s: float = 60.0, steps: int = 4) -> None:
+    """Train, and fail on a rank at a place of step 2."""
+    pipeline = Pipeline(
+        captured(), hand_made(captured(), PARTS, 8), optimizer=sgd, timeout=datetime.timedelta(seconds=timeout_s)
+    )
+    step = 0
+    interpret = Executor._interpret
+
+    def failing(self: Executor, batch: Any, instruction: Instruction, optimizer_step: Any) -> None:
+        if step == 2 and int(os.environ["RANK"]) == rank and is_at(instruction, place):
+            fail(how, Path(folder))
+        interpret(self, batch, instruction, optimizer_step)
+
+    Executor._interpret = failing  # type: ignore[method-assign]
+    for step in range(1, steps + 1):
+        if step == 2 and int(os.environ["RANK"]) == rank and place == "outside":
+            fail(how, Path(folder))
+        print(f"step {step} loss {pipeline.step(batch_of(8, seed=step)).loss}", flush=True)
+
+
+def slow(seconds: float) -> None:
+    """Train with one task that takes longer than any limit but that of progress."""
+    pipeline = Pipeline(captured(), hand_made(captured(), PARTS, 8), optimizer=sgd)
+    interpret = Executor._interpret
+
+    def slowly(self: Executor, batch: Any, instruction: Instruction, optimizer_step: Any) -> None:
+        if os.environ["RANK"] == "3" and is_at(instruction, "2F1"):
+            time.sleep(seconds)
+        interpret(self, batch, instruction, optimizer_step)
+
+    Executor._interpret = slowly  # type: ignore[method-assign]
+    print(f"loss {pipeline.step(batch_of(8)).loss}", flush=True)
