@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from graphpipe.errors import GraphPipeError
+from graphpipe.errors import FieldError, GraphPipeError
+from graphpipe.fields import Field, read_json
 
 GIGABYTE = 10**9
 
@@ -179,20 +179,18 @@ class Cluster:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Cluster:
+    def from_json(cls, data: object) -> Cluster:
         """Return the cluster that `to_json` wrote.
 
         Raises:
             GraphPipeError: A field is missing, or the cluster is not valid.
         """
-        try:
-            return cls(
-                devices=tuple(Device(**d) for d in data["devices"]),
-                inside_node=Link(**data["inside_node"]),
-                between_nodes=Link(**data["between_nodes"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise GraphPipeError(f"the cluster is damaged: {error}") from error
+        cluster = Field(data, "<the cluster>")
+        return cls(
+            devices=tuple(_device(field) for field in cluster["devices"].elements()),
+            inside_node=_link(cluster["inside_node"]),
+            between_nodes=_link(cluster["between_nodes"]),
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -202,14 +200,35 @@ class Cluster:
             GraphPipeError: The file is missing or is not a cluster.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = read_json(Path(path))
         except FileNotFoundError:
             raise GraphPipeError(f"there is no cluster file {str(path)!r}") from None
-        except (OSError, ValueError) as error:
+        except FieldError as error:
             raise GraphPipeError(f"cluster file {str(path)!r} cannot be read: {error}") from error
-        if not isinstance(data, Mapping):
-            raise GraphPipeError(f"cluster file {str(path)!r} does not hold an object")
-        return cls.from_json(data)
+        try:
+            return cls.from_json(data)
+        except GraphPipeError as error:
+            raise GraphPipeError(f"cluster file {str(path)!r}: {error}") from error
+
+
+def _device(field: Field) -> Device:
+    field.members(_DEVICE)
+    return Device(
+        name=field["name"].text(),
+        memory_bytes=field["memory_bytes"].integer(1),
+        node=field.get("node", 0).integer(),
+        kind=field.get("kind", "cpu-core").text(),
+    )
+
+
+def _link(field: Field) -> Link:
+    field.members(_LINK)
+    return Link(
+        latency_s=field["latency_s"].number(), bandwidth_bytes_per_s=field["bandwidth_bytes_per_s"].number(minimum=1.0)
+    )
+
+
+_DEVICE, _LINK = (frozenset(f.name for f in fields(kind)) for kind in (Device, Link))
 
 
 def _detect_gpus() -> list[tuple[str, int]]:

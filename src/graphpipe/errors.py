@@ -13,6 +13,10 @@ class GraphPipeError(Exception):
     """An input as a whole cannot be used. The message says why and what to do about it."""
 
 
+class FieldError(GraphPipeError):
+    """A file is no JSON, or a value in it is not what it should be. The message begins with the value's path."""
+
+
 class CaptureError(GraphPipeError):
     """The model cannot be turned into a computation graph, or only into one that would compute something else."""
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from graphpipe.errors import StrategyError
+from graphpipe.fields import Field
 from graphpipe.graph import ComputationGraph, Value
 
 
@@ -270,21 +271,18 @@ def stages_to_json(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     ]
 
 
-def stages_from_json(data: Sequence[Mapping[str, Any]]) -> tuple[Stage, ...]:
+def stages_from_json(data: object) -> tuple[Stage, ...]:
     """Return the stages that `stages_to_json` wrote.
 
     Raises:
-        StrategyError: A field is missing or not valid.
+        FieldError: A field is missing or not valid.
     """
-    try:
-        return tuple(
-            Stage(
-                operators=tuple(s["operators"]),
-                micro_batch_size=int(s["micro_batch_size"]),
-                devices=tuple(int(d) for d in s["devices"]),
-                recompute=Recompute(s["recompute"]),
-            )
-            for s in data
+    return tuple(
+        Stage(
+            operators=field["operators"].texts(),
+            micro_batch_size=field["micro_batch_size"].integer(1),
+            devices=tuple(device.integer() for device in field["devices"].elements()),
+            recompute=field["recompute"].choice(Recompute),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise StrategyError(f"the stages are damaged: {error}") from error
+        for field in Field(data, "<the stages>").elements()
+    )

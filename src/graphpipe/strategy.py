@@ -7,7 +7,6 @@ simulated and compared without the model, and refused for another model.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -16,7 +15,9 @@ from typing import Any
 
 from graphpipe.cluster import Cluster
 from graphpipe.cost import CostModel, OptimizerCost, Profile
-from graphpipe.errors import GraphPipeError, StrategyError
+from graphpipe.errors import DeadlockError, FieldError, GraphPipeError, StrategyError
+from graphpipe.fields import Field, read_json
+from graphpipe.files import write_text
 from graphpipe.graph import ComputationGraph
 from graphpipe.schedule import DeviceOrder, ModelCosts, Schedule, Task, check_schedule
 from graphpipe.stage import StageGraph, StageOrder, stages_from_json, stages_to_json
@@ -127,7 +128,7 @@ class Strategy:
         """Return the strategy that `to_json` wrote.
 
         Raises:
-            GraphPipeError: It is damaged, of another version, or contradicts itself.
+            StrategyError: It is damaged, of another version, or contradicts itself.
         """
         if not isinstance(data, Mapping) or data.get("kind") != "graphpipe-strategy":
             raise StrategyError("this is not a strategy; `graphpipe plan` writes one")
@@ -137,56 +138,54 @@ class Strategy:
                 f"{SCHEMA_VERSION}; plan again"
             )
         try:
-            graph = ComputationGraph.from_json(data["graph"])
-            if graph.fingerprint != data["graph_fingerprint"]:
-                raise StrategyError(
-                    f"the strategy is damaged: its graph has fingerprint {graph.fingerprint}, the file says "
-                    f"{data['graph_fingerprint']!r}; plan again"
-                )
-            orders = tuple(
-                DeviceOrder(tuple(int(d) for d in o["devices"]), tuple(map(Task.parse, o["tasks"].split())))
-                for o in data["schedule"]
-            )
-            return cls(
-                stages=StageGraph(
-                    graph, stages_from_json(data["stages"]), int(data["mini_batch_size"]), StageOrder(data["order"])
-                ),
-                schedule=Schedule(orders),
-                profile=Profile.from_json(data["profile"]),
-                cluster=Cluster.from_json(data["cluster"]),
-                optimizer=OptimizerCost.from_json(data["optimizer"]),
-                planner=str(data["planner"]),
-                notes=dict(data["notes"]),
-            )
-        except KeyError as error:
-            raise StrategyError(f"the strategy is damaged: field {error} is missing; plan again") from error
-        except (TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+            return cls._from_fields(Field(data, "<the strategy>"))
+        except DeadlockError:
+            raise
+        except GraphPipeError as error:
             raise StrategyError(f"the strategy is damaged: {error}; plan again") from error
 
+    @classmethod
+    def _from_fields(cls, strategy: Field) -> Strategy:
+        graph = ComputationGraph.from_json(strategy["graph"])
+        if graph.fingerprint != strategy["graph_fingerprint"].value:
+            raise StrategyError(
+                f"its graph has fingerprint {graph.fingerprint}, the file says {strategy['graph_fingerprint'].value!r}"
+            )
+        return cls(
+            stages=StageGraph(
+                graph,
+                stages_from_json(strategy["stages"]),
+                strategy["mini_batch_size"].integer(1),
+                strategy["order"].choice(StageOrder),
+            ),
+            schedule=Schedule(tuple(_device_order(field) for field in strategy["schedule"].elements())),
+            profile=Profile.from_json(strategy["profile"]),
+            cluster=Cluster.from_json(strategy["cluster"]),
+            optimizer=OptimizerCost.from_json(strategy["optimizer"]),
+            planner=strategy["planner"].text(),
+            notes={name: field.value for name, field in strategy["notes"].members().items()},
+        )
+
     def save(self, path: str | Path) -> None:
-        """Write the strategy to a file, whole or not at all."""
-        target = Path(path)
-        text = json.dumps(self.to_json(), indent=1)
-        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            draft.write_text(text)
-            draft.replace(target)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise GraphPipeError(f"strategy file {str(path)!r} cannot be written: {error}") from error
+        """Write the strategy to a file, whole or not at all.
+
+        Raises:
+            GraphPipeError: It cannot be written.
+        """
+        write_text(Path(path), json.dumps(self.to_json(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
         """Return the strategy in a file.
 
         Raises:
-            GraphPipeError: The file is missing, is not JSON, or is not a valid strategy.
+            StrategyError: The file is missing, is not JSON, or is not a valid strategy.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = read_json(Path(path))
         except FileNotFoundError:
             raise StrategyError(f"there is no strategy file {str(path)!r}; `graphpipe plan` writes one") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except FieldError as error:
             raise StrategyError(f"strategy file {str(path)!r} cannot be read: {error}; plan again") from error
         return cls.from_json(data)
 
@@ -228,6 +227,16 @@ class Strategy:
                 f"the strategy is for {len(self.cluster)} devices, the job has {world_size} processes; start "
                 f"{len(self.cluster)} (torchrun --nproc-per-node {len(self.cluster)}) or plan again for {world_size}"
             )
+
+
+def _device_order(field: Field) -> DeviceOrder:
+    tasks = []
+    for text in field["tasks"].text().split():
+        try:
+            tasks.append(Task.parse(text))
+        except GraphPipeError as error:
+            raise FieldError(f"{field['tasks'].path}: {error}") from error
+    return DeviceOrder(tuple(device.integer() for device in field["devices"].elements()), tuple(tasks))
 
 
 def _short(value: object) -> str:

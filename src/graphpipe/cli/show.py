@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from graphpipe.cli.output import print_strategy, write_text
+from graphpipe.cli.output import print_strategy
 from graphpipe.estimate import estimate
+from graphpipe.files import write_text
 from graphpipe.report.outline_svg import outline_svg
 from graphpipe.report.outline_text import outline_text
 from graphpipe.report.stage_graph import stage_graph_svg

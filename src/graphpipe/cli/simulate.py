@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from graphpipe.cli.output import print_strategy, write_json, write_text
+from graphpipe.cli.output import print_strategy, write_json
 from graphpipe.estimate import estimate
+from graphpipe.files import write_text
 from graphpipe.report.chrome_trace import chrome_trace
 from graphpipe.report.html import html_report
 from graphpipe.strategy import Strategy

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphpipe.cli.launch import is_worker, launch
-from graphpipe.cli.output import write_json, write_text
+from graphpipe.cli.output import write_json
 from graphpipe.errors import GraphPipeError
+from graphpipe.files import write_text
 from graphpipe.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from graphpipe.cluster import Cluster
 from graphpipe.cost.collectives import ring_all_reduce_s
 from graphpipe.cost.profile import Profile
 from graphpipe.errors import GraphPipeError
+from graphpipe.fields import Field
 from graphpipe.graph import ComputationGraph
 
 
@@ -40,16 +41,14 @@ class OptimizerCost:
         return {"name": self.name, "state_bytes_per_parameter_byte": self.state_bytes_per_parameter_byte}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> OptimizerCost:
+    def from_json(cls, data: object) -> OptimizerCost:
         """Return the cost that `to_json` wrote.
 
         Raises:
             GraphPipeError: A field is missing or not valid.
         """
-        try:
-            return cls(str(data["name"]), float(data["state_bytes_per_parameter_byte"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise GraphPipeError(f"the optimizer's cost is damaged: {error}") from error
+        cost = Field(data, "<the cost of the optimizer>")
+        return cls(cost["name"].text(), cost["state_bytes_per_parameter_byte"].number())
 
 
 SGD = OptimizerCost("sgd", 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphpipe.errors import GraphPipeError
+from graphpipe.errors import FieldError, GraphPipeError
+from graphpipe.fields import Field
 
 
 class ProfileSource(StrEnum):
@@ -131,21 +131,26 @@ class Profile:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+    def from_json(cls, data: object) -> Profile:
         """Return the profile that `to_json` wrote.
 
         Raises:
             GraphPipeError: A field is missing or not valid.
         """
-        try:
-            return cls(
-                operators=tuple(data["operators"]),
-                sizes=tuple(data["sizes"]),
-                forward_s=np.asarray(data["forward_s"], dtype=np.float64),
-                backward_s=np.asarray(data["backward_s"], dtype=np.float64),
-                saved_bytes=np.asarray(data["saved_bytes"], dtype=np.float64),
-                source=ProfileSource(data["source"]),
-                device=data["device"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise GraphPipeError(f"the profile is damaged: {error}") from error
+        profile = Field(data, "<the profile>")
+        return cls(
+            operators=profile["operators"].texts(),
+            sizes=tuple(size.integer(1) for size in profile["sizes"].elements()),
+            forward_s=_table(profile["forward_s"]),
+            backward_s=_table(profile["backward_s"]),
+            saved_bytes=_table(profile["saved_bytes"]),
+            source=profile["source"].choice(ProfileSource),
+            device=profile["device"].text(),
+        )
+
+
+def _table(field: Field) -> NDArray[np.float64]:
+    rows = [[entry.number() for entry in row.elements()] for row in field.elements()]
+    if len({len(row) for row in rows}) > 1:
+        raise FieldError(f"{field.path} has rows of different lengths")
+    return np.asarray(rows, dtype=np.float64).reshape(len(rows), -1 if rows and rows[0] else 0)

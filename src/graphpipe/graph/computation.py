@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 from graphpipe.errors import GraphPipeError
+from graphpipe.fields import Field
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,27 +180,58 @@ class ComputationGraph:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ComputationGraph:
+    def from_json(cls, data: object) -> ComputationGraph:
         """Return the graph that `to_json` wrote.
 
         Raises:
             GraphPipeError: A field is missing, or the graph is not valid.
         """
-        try:
-            operators = tuple(
-                Operator(
-                    **{
-                        **o,
-                        "parameters": tuple(Parameter(**p) for p in o.get("parameters", ())),
-                        "inputs": tuple(o.get("inputs", ())),
-                    }
-                )
-                for o in data["operators"]
-            )
-            values = tuple(Value(**{**v, "consumers": tuple(v["consumers"])}) for v in data["values"])
-            return cls(name=data["name"], operators=operators, values=values)
-        except (KeyError, TypeError) as error:
-            raise GraphPipeError(f"the computation graph is damaged: {error}") from error
+        graph = Field(data, "<the computation graph>")
+        return cls(
+            name=graph["name"].text(),
+            operators=tuple(_operator(given) for given in graph["operators"].elements()),
+            values=tuple(_value(given) for given in graph["values"].elements()),
+        )
+
+
+def _operator(given: Field) -> Operator:
+    given.members(_OPERATOR)
+    return Operator(
+        name=given["name"].text(),
+        module=given.get("module", "").text(),
+        parameters=tuple(_parameter(p) for p in given.get("parameters", ()).elements()),
+        inputs=given.get("inputs", ()).texts(),
+        is_batch_wise=given.get("is_batch_wise", default=False).boolean(),
+        has_backward=given.get("has_backward", default=True).boolean(),
+        forward_flops=given.get("forward_flops", 0.0).number(),
+        backward_flops=given.get("backward_flops", 0.0).number(),
+        moved_bytes=given.get("moved_bytes", 0.0).number(),
+        saved_bytes=given.get("saved_bytes", 0.0).number(),
+    )
+
+
+def _parameter(given: Field) -> Parameter:
+    given.members(_PARAMETER)
+    return Parameter(
+        name=given["name"].text(),
+        num_bytes=given["num_bytes"].integer(),
+        is_trainable=given.get("is_trainable", default=True).boolean(),
+    )
+
+
+def _value(given: Field) -> Value:
+    given.members(_VALUE)
+    return Value(
+        name=given["name"].text(),
+        producer=given["producer"].text(),
+        consumers=given["consumers"].texts(),
+        bytes_per_sample=given.get("bytes_per_sample", 0).integer(),
+        fixed_bytes=given.get("fixed_bytes", 0).integer(),
+        carries_gradient=given.get("carries_gradient", default=True).boolean(),
+    )
+
+
+_OPERATOR, _PARAMETER, _VALUE = (frozenset(f.name for f in fields(kind)) for kind in (Operator, Parameter, Value))
 
 
 def _first_repeat(names: Iterable[str]) -> str:

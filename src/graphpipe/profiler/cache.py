@@ -6,11 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from graphpipe.cost.profile import Profile
 from graphpipe.errors import GraphPipeError
+from graphpipe.fields import read_json
+from graphpipe.files import write_text
 
 
 def default_cache_dir() -> Path:
@@ -27,18 +30,14 @@ def cache_path(folder: Path, key: Mapping[str, Any]) -> Path:
 def read_profile(path: Path, operators: tuple[str, ...], sizes: tuple[int, ...]) -> Profile | None:
     """Return a cached profile, or None where there is none, or a damaged one, or one of something else."""
     try:
-        found = Profile.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError, GraphPipeError):
+        found = Profile.from_json(read_json(path))
+    except (OSError, GraphPipeError):
         return None
     return found if (found.operators, found.sizes) == (operators, sizes) else None
 
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile, whole or not at all. A folder that cannot be written to is no reason to fail."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
+    with suppress(OSError, GraphPipeError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(profile.to_json()), encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
+        write_text(path, json.dumps(profile.to_json()))
