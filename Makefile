@@ -46,7 +46,7 @@ demo: $(INSTALLED) ## Plan, train and verify a small CLIP on handwritten digits;
 
 test: lint ## Check the style, the types and the layers, then run all tests
 	$(BIN)/python -m pytest -n $(JOBS) -m "not distributed"
-	$(BIN)/python -m pytest -m distributed
+	$(BIN)/python -m pytest -m "distributed and not soak"
 
 lint: $(INSTALLED) ## Check the style, the types and the layers
 	$(BIN)/ruff check .

@@ -95,9 +95,10 @@ def _kill_session(session: int) -> None:
 
 
 def main() -> None:
-    from tests.distributed.failures import captured
+    from tests.distributed import failures, soak
 
-    captured()
+    failures.captured()
+    soak.captured()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork() == 0:
@@ -113,6 +114,7 @@ def _run_job(request: dict[str, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pids = [_fork_rank(request, rank, port) for rank in range(request["ranks"])]
+    (folder / "pids").write_text(json.dumps(pids))
     codes, times_s = [0] * len(pids), []
     for _ in pids:
         pid, status = os.wait()

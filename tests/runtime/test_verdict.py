@@ -83,6 +83,8 @@ def test_a_stopped_or_silent_rank_is_told_apart() -> None:
     stopped = judged(working(0, silent_s=2.0, is_stopped=True), waiting(1))
     assert stopped is not None
     assert "rank 0 has been stopped (SIGSTOP) for 2.0 s" in stopped.message
+    outside = RankState(rank=0, silent_s=2.0, is_stopped=True)
+    assert judged(outside, RankState(rank=1)) is not None  # Not only in a step: it may be saving a checkpoint.
     assert judged(working(0, silent_s=4.9), waiting(1)) is None
     silent = judged(working(0, silent_s=5.0), waiting(1))
     assert silent is not None

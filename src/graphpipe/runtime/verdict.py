@@ -174,7 +174,7 @@ def _unwell(states: Mapping[int, RankState], limits: Limits, *, has_echo: bool) 
                 f"rank {state.rank} and its watchdog have not answered for {state.unheard_s:.1f} s; it was last at "
                 f"{_where(state)}. Its machine or the network may be down"
             )
-    for state in matters:
+    for state in ordered:
         if state.is_stopped and (state.silent_s >= limits.stopped_s or has_echo):
             return state.rank, (
                 f"rank {state.rank} has been stopped (SIGSTOP) for {state.silent_s:.1f} s, at {_where(state)}"
