@@ -10,12 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 
-from benchmarks import case_study, paper_models, plots, scale, search
+from benchmarks import case_study, paper_models, plots, scale, search, transitions
 from benchmarks.__main__ import NAMES
 from benchmarks.common import Figure, Report, at_least, at_most, print_report, write_report
 from benchmarks.problems import OPTIMIZER, PLANNERS, planned, samples_per_s, summit_problem
 from graphpipe.cost import DEVICE_KINDS
+from graphpipe.estimate import estimate
+from graphpipe.graph import ComputationGraph
+from graphpipe.graph.series_parallel import decompose, knots_of
+from graphpipe.planner.piper import enumerate_downsets
+from tests.planner.models import towers
+from tests.planner.oracle import check_strategy
+from tests.strategies import computation_graphs, series_parallel_edges
 
 LINEAR_FLOPS = 2 * 4096 * 4096
 REPOSITORY = Path(__file__).parent.parent
@@ -68,6 +76,7 @@ def test_planners_are_judged_by_one_yardstick() -> None:
     assert rates["graphpipe"] >= max(rates.values()) > 0
     for name, plan in plans.items():
         if plan is not None:
+            check_strategy(plan, estimate(plan))
             assert 256 / rates[name] == pytest.approx(plan.notes["iteration_s"])
 
 
@@ -160,3 +169,25 @@ def test_a_picture_shows_the_figures_of_its_pattern() -> None:
 
 def test_every_benchmark_has_a_picture() -> None:
     assert set(plots.PLOTS) == set(NAMES)
+
+
+@given(computation_graphs(series_parallel_edges(7)))
+@settings(max_examples=50, deadline=None)
+def test_pairs_of_downsets_equal_those_that_are_listed(graph: ComputationGraph) -> None:
+    sets = enumerate_downsets(graph, 1000)
+    listed = sum(a != b and a & b == a for a in sets for b in sets)
+    try:
+        assert transitions.piper_transitions(graph) == listed
+    except ValueError:
+        assert knots_of(decompose(graph))
+
+
+def test_transitions_of_two_equal_towers_by_hand() -> None:
+    problem = towers(2, 3, num_devices=2)
+    # Seven operators in line.
+    assert transitions.pipedream_transitions(problem.graph) == 7 * 8 // 2
+    # A block and a loss: 3 runs; one tower for both: 6 runs; the loss with the tail of a tower of 3: 3. Both towers are
+    # the only group, and it is a run.
+    assert transitions.graphpipe_transitions(problem) == 3 + 6 + 3
+    # Downsets: 4 × 4 choices of operators, and everything.
+    assert transitions.piper_transitions(problem.graph) == 10 * 10 - 16 + 16
