@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from benchmarks import paper_models
 from benchmarks.common import Figure, Report, at_most, progress
 from benchmarks.problems import PLANNERS, SAMPLES_PER_DEVICE, planned, summit_problem
-from benchmarks.transitions import graphpipe_transitions, pipedream_transitions, piper_transitions
+from benchmarks.stage_counts import graphpipe_stages, pipedream_stages, piper_stages
 from graphpipe.capture import Granularity
 from graphpipe.graph import ComputationGraph, Value
 from graphpipe.planner.base import Planner
 from graphpipe.planner.graphpipe import GraphPipePlanner
+from graphpipe.strategy import Strategy
 
 CLAIM = (
     "GraphPipe's search is 9 to 21 times faster than the baselines' and takes under a minute everywhere; Piper cannot "
@@ -35,8 +36,8 @@ MEASURE_REMARK = (
 )
 CHAIN_REMARK = "graphpipe_on_chain is GraphPipe's planner on the same operators put in line, so that it sees no branch"
 TRANSITIONS_REMARK = (
-    "transitions are the stages that a recursion weighs at each level, for each number of replicas and each target, "
-    "counted from the shape of the graph, those of equal branches once; Piper's are counted whether it finishes or not"
+    "transitions are ways to go on that a search weighed, a stage at a level, over all of its targets; stages are the "
+    "different ones that a recursion can weigh, those of equal branches once, Piper's also where it gives up"
 )
 NUM_DEVICES = 32
 # One micro-batch size for all: the step in so many.
@@ -65,36 +66,51 @@ def run() -> Report:
         one = (batch // NUM_MICRO_BATCHES,)
         ours = search(GraphPipePlanner(), graph, batch, one)
         assert ours is not None, f"nothing fits for {name}"
-        figures.append(_within(f"{prefix}/search_s", ours, GOALS_S.get(name)))
+        figures.append(_within(f"{prefix}/search_s", ours.seconds, GOALS_S.get(name)))
+        figures += _transitions(f"{prefix}/transitions", ours.strategy)
         others = {planner.name: search(planner, graph, batch, one) for planner in PLANNERS[1:]}
         others["graphpipe_on_chain"] = search(GraphPipePlanner(), in_line(graph), batch, one)
         for other, found in others.items():
             if found is not None:
                 # The paper gives a range, and 9 is its lower end; it has no search of ours on a chain.
                 paper = None if other == "graphpipe_on_chain" else 9
-                ratio = found / ours
+                ratio = found.seconds / ours.seconds
                 figures += [
-                    Figure(name=f"{prefix}/{other}_search_s", value=found, unit="s"),
+                    Figure(name=f"{prefix}/{other}_search_s", value=found.seconds, unit="s"),
                     Figure(name=f"{prefix}/{other}_over_graphpipe", value=ratio, unit="ratio", paper=paper),
+                    *_transitions(f"{prefix}/{other}_transitions", found.strategy),
                 ]
         counts = {
-            "transitions": graphpipe_transitions(summit_problem(graph, NUM_DEVICES, batch, one)),
-            "pipedream_transitions": pipedream_transitions(graph),
-            "piper_transitions": piper_transitions(graph),
+            "stages": graphpipe_stages(summit_problem(graph, NUM_DEVICES, batch, one)),
+            "pipedream_stages": pipedream_stages(graph),
+            "piper_stages": piper_stages(graph),
         }
         figures += [Figure(name=f"{prefix}/{what}", value=count, unit="stages") for what, count in counts.items()]
         sweep = search(GraphPipePlanner(), graph, batch, (), repeats=1)
         assert sweep is not None
-        figures.append(_within(f"{prefix}/sweep_s", sweep, SWEEP_GOAL_S))
-        progress(f"{prefix}: {ours:.3g} s")
+        figures.append(_within(f"{prefix}/sweep_s", sweep.seconds, SWEEP_GOAL_S))
+        progress(f"{prefix}: {ours.seconds:.3g} s")
     remarks = (RATIO_REMARK, PUBLISHED_REMARK, MEASURE_REMARK, CHAIN_REMARK, TRANSITIONS_REMARK)
     return Report(claim=CLAIM, figures=tuple(figures), remarks=remarks)
 
 
+@dataclass(frozen=True)
+class Searched:
+    """What a search took and found.
+
+    Attributes:
+        seconds: The median of its CPU seconds.
+        strategy: The plan.
+    """
+
+    seconds: float
+    strategy: Strategy
+
+
 def search(
     planner: Planner, graph: ComputationGraph, mini_batch_size: int, sizes: tuple[int, ...], *, repeats: int = REPEATS
-) -> float | None:
-    """Return the median CPU seconds of a planner, nothing remembered between runs, or None where it gives up."""
+) -> Searched | None:
+    """Plan some times, nothing remembered between them; return None where the planner gives up."""
     taken = []
     for _ in range(repeats):
         fresh = ComputationGraph.from_json(graph.to_json())
@@ -104,7 +120,7 @@ def search(
         taken.append(time.process_time() - start_s)
         if strategy is None:
             return None
-    return statistics.median(taken)
+    return Searched(statistics.median(taken), strategy)
 
 
 def in_line(graph: ComputationGraph) -> ComputationGraph:
@@ -114,6 +130,11 @@ def in_line(graph: ComputationGraph) -> ComputationGraph:
         Value(name=f"turn{i}", producer=before, consumers=(after,)) for i, (before, after) in enumerate(pairwise(names))
     )
     return replace(graph, values=(*graph.values, *turns))
+
+
+def _transitions(name: str, strategy: Strategy) -> list[Figure]:
+    count = strategy.notes.get("transitions")
+    return [] if count is None else [Figure(name=name, value=count, unit="transitions")]
 
 
 def _within(name: str, value: float, goal: float | None) -> Figure:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from benchmarks import case_study, paper_models, plots, scale, search, transitions
+from benchmarks import case_study, paper_models, plots, scale, search, stage_counts
 from benchmarks.__main__ import NAMES
 from benchmarks.common import Figure, Report, at_least, at_most, print_report, write_report
 from benchmarks.problems import OPTIMIZER, PLANNERS, planned, samples_per_s, summit_problem
@@ -177,17 +177,17 @@ def test_pairs_of_downsets_equal_those_that_are_listed(graph: ComputationGraph) 
     sets = enumerate_downsets(graph, 1000)
     listed = sum(a != b and a & b == a for a in sets for b in sets)
     try:
-        assert transitions.piper_transitions(graph) == listed
+        assert stage_counts.piper_stages(graph) == listed
     except ValueError:
         assert knots_of(decompose(graph))
 
 
-def test_transitions_of_two_equal_towers_by_hand() -> None:
+def test_stages_of_two_equal_towers_by_hand() -> None:
     problem = towers(2, 3, num_devices=2)
     # Seven operators in line.
-    assert transitions.pipedream_transitions(problem.graph) == 7 * 8 // 2
+    assert stage_counts.pipedream_stages(problem.graph) == 7 * 8 // 2
     # A block and a loss: 3 runs; one tower for both: 6 runs; the loss with the tail of a tower of 3: 3. Both towers are
     # the only group, and it is a run.
-    assert transitions.graphpipe_transitions(problem) == 3 + 6 + 3
+    assert stage_counts.graphpipe_stages(problem) == 3 + 6 + 3
     # Downsets: 4 × 4 choices of operators, and everything.
-    assert transitions.piper_transitions(problem.graph) == 10 * 10 - 16 + 16
+    assert stage_counts.piper_stages(problem.graph) == 10 * 10 - 16 + 16

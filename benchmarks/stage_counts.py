@@ -1,8 +1,7 @@
-"""How many stages the planners' recursions weigh, counted from the shape of a graph.
+"""How many different stages the planners' recursions can weigh, counted from the shape of a graph.
 
-A transition is a stage that may come next, at one level, with one number of replicas and for one target: what a dynamic
-program looks at in its innermost loop. The counts below are those of the recursions, whoever implements them, and
-leave levels, replicas and targets out, which are alike for all.
+The counts are those of the recursions, whoever implements them. A search weighs each of these stages at several levels,
+with several numbers of replicas and for several targets.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from graphpipe.planner.layout import Block, Chain, lay_out
 from graphpipe.planner.operators import OperatorTable
 
 
-def pipedream_transitions(graph: ComputationGraph) -> int:
+def pipedream_stages(graph: ComputationGraph) -> int:
     """Return the runs of operators in line."""
     return _runs(len(graph.operators))
 
 
-def graphpipe_transitions(problem: PlanningProblem) -> int:
+def graphpipe_stages(problem: PlanningProblem) -> int:
     """Return the stages that respect the shape of the graph, those of equal branches once."""
     table = OperatorTable(problem)
     return _of_chain(lay_out(problem.graph, decompose(problem.graph), table))
 
 
-def piper_transitions(graph: ComputationGraph) -> int:
+def piper_stages(graph: ComputationGraph) -> int:
     """Return the pairs of downsets of which one holds the other, and more.
 
     Raises:
