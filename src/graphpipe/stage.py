@@ -186,20 +186,14 @@ class StageGraph:
                 found.setdefault((source, target), []).append(value)
         if self.order is StageOrder.CHAIN:
             for x in range(len(self.stages) - 1):
-                found.setdefault((x, x + 1), []).append(self._turn(x))
+                before, after = self.stages[x].operators[-1], self.stages[x + 1].operators[0]
+                found.setdefault((x, x + 1), []).append(turn(x, before, after))
         edges = []
         for (u, v), values in sorted(found.items()):
             both = self.has_backward[u] and self.has_backward[v]
             returned = tuple(value for value in values if both and value.carries_gradient)
             edges.append(StageEdge(u, v, tuple(values), returned))
         return tuple(edges)
-
-    def _turn(self, x: int) -> Value:
-        """Return what tells stage ``x + 1`` that it is its turn."""
-        before, after = self.stages[x], self.stages[x + 1]
-        return Value(
-            name=f"{TURN}{x}", producer=before.operators[-1], consumers=(after.operators[0],), bytes_per_sample=1
-        )
 
     @cached_property
     def incoming(self) -> tuple[tuple[StageEdge, ...], ...]:
@@ -256,6 +250,11 @@ class StageGraph:
         """Return the most samples that one replica of stage `x` takes at a time."""
         stage = self.stages[x]
         return -(-min(stage.micro_batch_size, self.mini_batch_size) // stage.num_replicas)
+
+
+def turn(x: int, producer: str, consumer: str) -> Value:
+    """Return what tells stage ``x + 1`` of a chain that it is its turn, and stage ``x`` on the way back."""
+    return Value(name=f"{TURN}{x}", producer=producer, consumers=(consumer,), bytes_per_sample=1)
 
 
 def stages_to_json(stages: Sequence[Stage]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphpipe.graph import ComputationGraph, Operator, Value
 from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.costs import Choice
-from graphpipe.planner.draft import Draft, DraftStage, draft, split_early_forks, split_late_joins, stage_graph
+from graphpipe.planner.draft import Draft, DraftStage, Splitter, draft, stage_graph
 from graphpipe.stage import Recompute
 from tests.planner.models import towers
 
@@ -33,8 +33,8 @@ def test_a_late_join_is_a_stage_of_its_own() -> None:
     problem = towers(2, 2, num_devices=2)
     plan = draft(problem, [Piece((0, 1), ONE), Piece((2, 3, 4), ONE)], 8)
     assert parts(plan) == [((0, 1), 0), ((2, 3, 4), 1)]
-    assert parts(split_late_joins(problem.graph, plan)) == [((0, 1), 0), ((2, 3), 1), ((4,), 1)]
-    assert split_early_forks(problem.graph, plan) == plan
+    assert parts(Splitter(problem.graph).late_joins(plan)) == [((0, 1), 0), ((2, 3), 1), ((4,), 1)]
+    assert Splitter(problem.graph).early_forks(plan) == plan
 
 
 def test_an_early_fork_is_a_stage_of_its_own() -> None:
@@ -42,8 +42,8 @@ def test_an_early_fork_is_a_stage_of_its_own() -> None:
     values = (Value(name="v", producer="op0", consumers=("op1", "op2"), bytes_per_sample=4),)
     graph = ComputationGraph("fork", tuple(Operator(name=f"op{i}") for i in range(3)), values)
     plan = Draft((DraftStage((0, 1), 4, ONE, 0), DraftStage((2,), 4, ONE, 1)))
-    assert parts(split_early_forks(graph, plan)) == [((0,), 0), ((1,), 0), ((2,), 1)]
-    assert split_late_joins(graph, plan) == plan
+    assert parts(Splitter(graph).early_forks(plan)) == [((0,), 0), ((1,), 0), ((2,), 1)]
+    assert Splitter(graph).late_joins(plan) == plan
 
 
 def test_equal_plans_are_equal_drafts() -> None:

@@ -26,6 +26,7 @@ from graphpipe.planner.layout import lay_out, line
 from graphpipe.planner.operators import OperatorTable
 from graphpipe.planner.pipedream import PipeDreamPlanner
 from graphpipe.planner.search import PRECISION, replica_counts
+from graphpipe.planner.sketch import Sketcher
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
 from tests.planner.models import towers
@@ -52,7 +53,7 @@ def all_plans(problem: PlanningProblem) -> list[Candidate]:
                         Piece(tuple(sorted(part)), Choice(count, Recompute.NONE))
                         for part, count in zip(cover, replicas, strict=True)
                     ]
-                    found += variants(problem, draft(problem, pieces, size), size, 1)
+                    found += variants(Sketcher(problem), draft(problem, pieces, size), size)
     return found
 
 

@@ -12,8 +12,8 @@ from graphpipe.cost import Profile
 from graphpipe.estimate import estimate
 from graphpipe.graph import ComputationGraph, Operator, Value
 from graphpipe.planner.base import PlanningProblem, scheduled
-from graphpipe.planner.predict import predict
 from graphpipe.stage import Stage, StageGraph
+from tests.planner.sketches import sketch
 
 
 def pipeline(depth: int, mini_batch_size: int, latency_s: float = 0.0) -> tuple[PlanningProblem, StageGraph]:
@@ -39,7 +39,7 @@ def pipeline(depth: int, mini_batch_size: int, latency_s: float = 0.0) -> tuple[
 @settings(deadline=None)
 def test_balanced_chains_are_guessed_exactly(depth: int, count: int) -> None:
     problem, stages = pipeline(depth, count)
-    guess = predict(problem.cost_model, stages)
+    guess = sketch(problem, stages).predicted
     assert guess.iteration_s == pytest.approx(3 * (count + depth - 1))
     assert guess.bottleneck_s == pytest.approx(3 * count)
     simulated = estimate(scheduled(problem, stages.stages, planner="test"))
@@ -49,7 +49,7 @@ def test_balanced_chains_are_guessed_exactly(depth: int, count: int) -> None:
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_latency_limits_what_comes_back_from_a_round_trip(depth: int) -> None:
     problem, stages = pipeline(depth, 40, latency_s=0.5)
-    guess_s = predict(problem.cost_model, stages).iteration_s
+    guess_s = sketch(problem, stages).predicted.iteration_s
     simulated = estimate(scheduled(problem, stages.stages, planner="test"))
     # Without latency the guess would be 3 * (40 + depth - 1).
     assert simulated.iteration_s > 3 * (40 + depth - 1) * 1.1

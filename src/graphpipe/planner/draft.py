@@ -96,40 +96,96 @@ def ordered(graph: ComputationGraph, stages: Sequence[DraftStage]) -> Draft:
     return Draft(tuple(replace(stages[x], group=number[stages[x].group]) for x in order))
 
 
-def split_late_joins(graph: ComputationGraph, plan: Draft) -> Draft:
-    """Return a draft in which no stage waits for an input before it has work that needs it.
+class Splitter:
+    """Makes late joins and early forks stages of their own. One for each graph: it remembers what it has seen.
 
-    The operators of a stage that need all of the stages before it become a stage of their own on the same devices,
-    where others need only some of them: the tail of a branch and the join behind it. Load and memory are the same, the
-    other branches no longer wait for each other.
+    Args:
+        graph: The graph.
     """
-    return _split(graph, plan, graph.predecessors, descending=False)
+
+    def __init__(self, graph: ComputationGraph) -> None:
+        self.graph = graph
+        self._joins = _Direction(graph.predecessors, is_descending=False)
+        self._forks = _Direction(graph.successors, is_descending=True)
+
+    def late_joins(self, plan: Draft) -> Draft:
+        """Return a draft in which no stage waits for an input before it has work that needs it.
+
+        The operators of a stage that need all of the stages before it become a stage of their own on the same devices,
+        where others need only some of them: the tail of a branch and the join behind it. Load and memory are the same,
+        the other branches no longer wait for each other.
+        """
+        return self._split(plan, self._joins)
+
+    def early_forks(self, plan: Draft) -> Draft:
+        """Return a draft in which no stage keeps what others wait for until it has done work that they don't need.
+
+        The mirror image of `late_joins`: a fork, and the head of one branch behind it.
+        """
+        return self._split(plan, self._forks)
+
+    def _split(self, plan: Draft, direction: _Direction) -> Draft:
+        owner = [0] * len(self.graph.operators)
+        for x, stage in enumerate(plan.stages):
+            for u in stage.operators:
+                owner[u] = x
+        parts = [direction.parts(stage.operators, owner) for stage in plan.stages]
+        if all(len(each) == 1 for each in parts):
+            return plan
+        found = [
+            replace(stage, operators=part) for stage, each in zip(plan.stages, parts, strict=True) for part in each
+        ]
+        return ordered(self.graph, found)
 
 
-def split_early_forks(graph: ComputationGraph, plan: Draft) -> Draft:
-    """Return a draft in which no stage keeps what others wait for until it has done work that they don't need.
+class _Direction:
+    """Splits stages by what their operators need, or by what needs them.
 
-    The mirror image of `split_late_joins`: a fork, and the head of one branch behind it.
+    Args:
+        linked: ``[operators]`` what each operator needs, or what needs it.
+        is_descending: Whether what an operator needs comes after it.
     """
-    return _split(graph, plan, graph.successors, descending=True)
 
+    def __init__(self, linked: Sequence[Sequence[int]], *, is_descending: bool) -> None:
+        self.linked = linked
+        self.is_descending = is_descending
+        # By operators of a stage: the others that they need.
+        self._outside: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], ...]] = {}
 
-def _split(graph: ComputationGraph, plan: Draft, linked: Sequence[Sequence[int]], *, descending: bool) -> Draft:
-    owner = {u: x for x, stage in enumerate(plan.stages) for u in stage.operators}
-    found: list[DraftStage] = []
-    for x, stage in enumerate(plan.stages):
-        others: dict[int, frozenset[int]] = {}
-        for u in sorted(stage.operators, reverse=descending):
-            outside = frozenset(owner[p] for p in linked[u] if owner[p] != x)
-            others[u] = outside.union(*(others[p] for p in linked[u] if owner[p] == x))
-        everything = frozenset[int]().union(*others.values())
-        shared = tuple(u for u in stage.operators if others[u] == everything)
-        single = tuple(u for u in stage.operators if others[u] != everything)
+    def parts(self, operators: tuple[int, ...], owner: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the operators of a stage in one part or two.
+
+        Args:
+            operators: The operators, ascending.
+            owner: ``[operators]`` the stage of each operator of the graph.
+        """
+        if operators not in self._outside:
+            inside = set(operators)
+            self._outside[operators] = tuple({p for u in operators for p in self.linked[u] if p not in inside})
+        outside = self._outside[operators]
+        owners = [owner[p] for p in outside]
+        # Which stages they are makes no difference, only which of them are the same.
+        names = {x: n for n, x in enumerate(dict.fromkeys(owners))}
+        key = (operators, tuple(names[x] for x in owners))
+        if key not in self._parts:
+            self._parts[key] = self._divided(operators, dict(zip(outside, key[1], strict=True)))
+        return self._parts[key]
+
+    def _divided(self, operators: tuple[int, ...], stage: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+        # The other stages that each operator needs, a bit each.
+        needs: dict[int, int] = {}
+        everything = 0
+        for u in sorted(operators, reverse=self.is_descending):
+            needs[u] = 0
+            for p in self.linked[u]:
+                needs[u] |= needs[p] if p in needs else 1 << stage[p]
+            everything |= needs[u]
+        shared = tuple(u for u in operators if needs[u] == everything)
+        single = tuple(u for u in operators if needs[u] != everything)
         # Two stages that do not depend on each other would be neither a join nor a fork.
-        is_linked = any(owner[p] == x and others[p] != everything for u in shared for p in linked[u])
-        for part in (single, shared) if is_linked else (stage.operators,):
-            found.append(replace(stage, operators=part))
-    return ordered(graph, found)
+        is_linked = any(p in needs and needs[p] != everything for u in shared for p in self.linked[u])
+        return (single, shared) if single and is_linked else (operators,)
 
 
 def stage_graph(

@@ -13,27 +13,25 @@ from graphpipe.graph.series_parallel import decompose, knots_of
 from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.bounds import lower_bound, nothing_fits
-from graphpipe.planner.candidates import Candidate, Simulated, correction, simulated, variants, with_sizes_of_stages
+from graphpipe.planner.candidates import Candidate, Simulated, simulated, variants, with_sizes_of_stages
 from graphpipe.planner.costs import RecomputePolicy
 from graphpipe.planner.draft import Draft, draft
-from graphpipe.planner.improve import changed, improved
+from graphpipe.planner.improve import Budget, changed, improved
 from graphpipe.planner.layout import Chain, lay_out, line
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
 from graphpipe.planner.search import COARSE_PRECISION, DOUBT, PRECISION, Search, make_setting
+from graphpipe.planner.sketch import Sketcher
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
 
-# Plans that are changed for the better before they are simulated.
+# Plans that are changed for the better before any is played through, and what may be spent on it.
 IMPROVED_PLANS = 4
-# Plans are simulated until their schedules have had so many tasks, but at least one.
-SIMULATED_TASKS = 8_000
-# A plan with at most so many tasks is changed for the better by simulation, too.
-CHANGED_TASKS = 300
-# The part of a long schedule that is simulated to correct a guess: the stages on its longest path, so many times.
-PROBED_ROUNDS = 2
-# A guess that was corrected by a simulation may still be this far off.
-CORRECTED_DOUBT = 0.05
+IMPROVE_BUDGET = 3000
+# What may be spent on changing the best plan once plans are played through.
+CHANGE_BUDGET = 6000
+# Schedules are played through until they have had so many tasks, but at least one.
+PLAYED_TASKS = 16_000
 
 
 class Objective(StrEnum):
@@ -102,16 +100,18 @@ class _Planning:
         self.known: set[Draft] = set()
         self.by_size: dict[int, float] = {}
         self.ruled_out: list[int] = []
-        self.simulated_tasks = 0
+        self.sketcher = Sketcher(problem, planner.k)
 
     def strategy(self) -> Strategy:
         for recompute in _attempts(self.planner.recompute):
             self._search(recompute)
             self._improve()
+            ranked = self._ranked()
             searched_s = time.perf_counter() - self.started_s
-            best = self._best_simulated()
-            if best is not None:
-                return self._finished(best, searched_s)
+            for plan in ranked:
+                found = simulated(self.problem, plan, self.planner.name, self.planner.k)
+                if found is not None:
+                    return self._finished(found, searched_s)
             self.candidates.clear()
             self.known.clear()
             self.ruled_out.clear()
@@ -168,7 +168,7 @@ class _Planning:
         plan = draft(self.problem, pieces, size)
         if plan not in self.known:
             self.known.add(plan)
-            for each in variants(self.problem, plan, size, self.planner.k):
+            for each in variants(self.sketcher, plan, size):
                 self._keep(each)
 
     def _keep(self, plan: Candidate) -> None:
@@ -179,67 +179,34 @@ class _Planning:
     def _improve(self) -> None:
         """Add changes of the best guesses."""
         for plan in sorted(self.candidates, key=self.value)[:IMPROVED_PLANS]:
-            for better in improved(self.problem, plan, self.value, self.planner.k):
+            for better in improved(self.sketcher, plan, self.value, Budget(IMPROVE_BUDGET // IMPROVED_PLANS)):
                 if better.plan not in self.known:
                     self.known.add(better.plan)
                     self._keep(better)
                 if self._is_late():
                     return
 
-    def _best_simulated(self) -> Simulated | None:
-        """Simulate the best guesses and return the best simulation, or None where no plan fits."""
-        best = self._simulate(self.candidates, None)
-        while best is not None and best.candidate.num_tasks <= CHANGED_TASKS and not self._is_late():
-            changes = changed(self.problem, best.candidate, self.planner.k)
+    def _ranked(self) -> list[Candidate]:
+        """Return all plans, best first: those that were played through by what that showed, then by their guesses."""
+        if self.planner.objective is Objective.BOTTLENECK:
+            return sorted(self.candidates, key=lambda plan: (self.value(plan), plan.predicted.iteration_s))
+        played = _Played(self.value)
+        played.add(self.candidates)
+        budget = Budget(CHANGE_BUDGET)
+        while (best := played.best) is not None and played.tasks_left > 0 and budget.left > 0 and not self._is_late():
+            changes = changed(self.sketcher, best)
             if self.planner.per_stage_micro_batches:
-                changes = itertools.chain(changes, with_sizes_of_stages(self.problem, best.candidate, self.planner.k))
-            better = self._simulate(changes, best)
-            if better is best:
-                break
-            best = better
-        return best
-
-    def _simulate(self, plans: Iterable[Candidate], best: Simulated | None) -> Simulated | None:
-        """Return the best of some plans and the best so far, by simulation while there is time.
-
-        Guesses for one micro-batch size are off in the same way, so where simulations are long, each is corrected by
-        what the last one of its size showed.
-        """
-        left = sorted(plans, key=self.value)
-        corrections: dict[int, float] = {}
-
-        def corrected(plan: Candidate) -> float:
-            return self.value(plan) * corrections.get(plan.micro_batch_size, 1.0)
-
-        while left:
-            plan = min(left, key=corrected)
-            left.remove(plan)
-            if best is not None:
-                doubt = CORRECTED_DOUBT if plan.micro_batch_size in corrections else DOUBT
-                hopeless = corrected(plan) > self._simulated_value(best) * (1 + doubt)
-                if hopeless or self.simulated_tasks > SIMULATED_TASKS or self._is_late():
+                changes = itertools.chain(with_sizes_of_stages(self.sketcher, best), changes)
+            affordable = []
+            for each in changes:
+                affordable.append(each)
+                if not budget.spend(each):
                     break
-            size = plan.micro_batch_size
-            probed = PROBED_ROUNDS * plan.stages.depth * self.planner.k
-            is_long = probed * size * 2 < self.problem.mini_batch_size and not self.planner.per_stage_micro_batches
-            if size not in corrections and is_long and not self._is_late():
-                # A long schedule: look first whether it is worth while.
-                corrections[size] = correction(self.problem, plan, self.planner.k, probed)
-                left.append(plan)
-                continue
-            self.simulated_tasks += plan.num_tasks
-            found = simulated(self.problem, plan, self.planner.name, self.planner.k)
-            if found is None:
-                continue
-            if self.value(plan) and plan.num_tasks > CHANGED_TASKS:
-                corrections[size] = self._simulated_value(found) / self.value(plan)
-            if best is None or self._simulated_value(found) < self._simulated_value(best):
-                best = found
-        return best
-
-    def _simulated_value(self, plan: Simulated) -> float:
-        by_time = self.planner.objective is Objective.ITERATION_TIME
-        return plan.estimate.iteration_s if by_time else plan.candidate.predicted.bottleneck_s
+            played.add(affordable)
+            if played.best is best:
+                break
+        known = {id(plan) for plan in played.ranked}
+        return [*played.ranked, *(plan for plan in sorted(self.candidates, key=self.value) if id(plan) not in known)]
 
     def _finished(self, best: Simulated, searched_s: float) -> Strategy:
         best_size = best.candidate.micro_batch_size
@@ -250,6 +217,32 @@ class _Planning:
         notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
         notes["candidates"] = len(self.candidates)
         return replace(best.strategy, notes=notes)
+
+
+class _Played:
+    """Plans whose schedules were played through."""
+
+    def __init__(self, value: Callable[[Candidate], float]) -> None:
+        self.value = value
+        self.ranked: list[Candidate] = []
+        self.tasks_left = PLAYED_TASKS
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best plan so far."""
+        return self.ranked[0] if self.ranked else None
+
+    def add(self, plans: Iterable[Candidate]) -> None:
+        """Play plans through, best guess first, while there is time and the guess is below the best plan's time.
+
+        A guess leaves out some of the waiting, so it is rarely above what playing shows.
+        """
+        for plan in sorted(plans, key=self.value):
+            if self.best is not None and (self.tasks_left < 0 or self.value(plan) > self.best.sketch.played_s):
+                break
+            self.tasks_left -= plan.sketch.played_tasks
+            self.ranked.append(plan)
+            self.ranked.sort(key=lambda each: each.sketch.played_s)
 
 
 def _attempts(policy: RecomputePolicy) -> tuple[tuple[Recompute, ...], ...]:

@@ -8,41 +8,56 @@ the next stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from graphpipe.errors import StrategyError
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.candidates import Candidate, variants
 from graphpipe.planner.costs import Choice
 from graphpipe.planner.draft import Draft, DraftStage, ordered
 from graphpipe.planner.search import replica_counts
+from graphpipe.planner.sketch import Sketcher
 
-# What may be spent on the changes of one plan. A look at a plan costs `LOOK`, and 1 for each pair of its stages.
-BUDGET = 3000
+# A look at a plan costs `LOOK`, and 1 for each pair of its stages, in the unit of `Budget.left`.
 LOOK = 16
 # In a plan of more stages a change of one makes little difference.
 MOST_STAGES = 16
 
 
+@dataclass
+class Budget:
+    """How much may still be spent on changes.
+
+    Attributes:
+        left: In looks, see `LOOK`.
+    """
+
+    left: int
+
+    def spend(self, plan: Candidate) -> bool:
+        """Pay for a look at a plan; return whether anything is left."""
+        self.left -= LOOK + len(plan.plan.stages) ** 2 // 2
+        return self.left > 0
+
+
 def improved(
-    problem: PlanningProblem, plan: Candidate, value: Callable[[Candidate], float], k: int
+    sketcher: Sketcher, plan: Candidate, value: Callable[[Candidate], float], budget: Budget
 ) -> Iterator[Candidate]:
-    """Yield ever better plans, from a plan by changes that lower its value. Memory is not looked at.
+    """Yield ever better plans, from a plan by changes that lower its value.
 
     Args:
-        problem: The problem.
+        sketcher: Makes the sketches.
         plan: Where to start.
         value: What is minimised.
-        k: Passes in a round.
+        budget: What may be spent.
     """
-    budget = BUDGET if len(plan.stages.stages) <= MOST_STAGES else 0
-    while budget > 0:
+    if len(plan.plan.stages) > MOST_STAGES:
+        return
+    while budget.left > 0:
         best = plan
-        for each in changed(problem, plan, k):
-            budget -= LOOK + len(each.stages.stages) ** 2 // 2
+        for each in changed(sketcher, plan):
             if value(each) < value(best) * (1 - 1e-9):
                 best = each
-            if budget <= 0:
+            if not budget.spend(each):
                 break
         if best is plan:
             return
@@ -50,19 +65,28 @@ def improved(
         yield plan
 
 
-def changed(problem: PlanningProblem, plan: Candidate, k: int) -> Iterator[Candidate]:
+def changed(sketcher: Sketcher, plan: Candidate) -> Iterator[Candidate]:
     """Yield the plans that one change leads to."""
     for kind in (_replicas, _regrouped, _merged, _moved):
-        for change in kind(problem, plan):
-            yield from _valid(problem, change, plan.micro_batch_size, k)
+        for change in kind(sketcher.problem, plan):
+            if _is_valid(sketcher.problem, change):
+                try:
+                    drafted = ordered(sketcher.problem.graph, change.stages)
+                except ValueError:
+                    # A stage is not convex.
+                    continue
+                yield from variants(sketcher, drafted, plan.micro_batch_size)
 
 
-def _valid(problem: PlanningProblem, plan: Draft, micro_batch_size: int, k: int) -> Iterator[Candidate]:
-    try:
-        yield from variants(problem, ordered(problem.graph, plan.stages), micro_batch_size, k)
-    except (StrategyError, ValueError):
-        # A stage is not convex, or has more replicas than samples.
-        return
+def _is_valid(problem: PlanningProblem, plan: Draft) -> bool:
+    """Return whether stages have operators, as many samples as replicas, and what mixes samples on one device."""
+    for stage in plan.stages:
+        if not stage.operators or stage.choice.num_replicas > stage.micro_batch_size:
+            return False
+        is_whole = stage.choice.num_replicas == 1 and stage.micro_batch_size == problem.mini_batch_size
+        if not is_whole and any(problem.graph.operators[u].is_batch_wise for u in stage.operators):
+            return False
+    return True
 
 
 def _groups(plan: Draft) -> dict[int, list[DraftStage]]:
@@ -130,8 +154,8 @@ def _with_stage(plan: Draft, at: int, stage: DraftStage) -> Draft:
 def _merged(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
     """Make one stage of two that follow each other, on the devices of both."""
     free = len(problem.cluster) - plan.plan.num_devices
-    for edge in plan.stages.edges:
-        x, y = plan.plan.stages[edge.source], plan.plan.stages[edge.target]
+    for source, target in plan.sketch.links:
+        x, y = plan.plan.stages[source], plan.plan.stages[target]
         if x.group == y.group or x.micro_batch_size != y.micro_batch_size:
             continue
         both = tuple(sorted((*x.operators, *y.operators)))
@@ -155,17 +179,17 @@ def _moved(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
                 for to, taker in enumerate(stages):
                     if at != to and giver.micro_batch_size == taker.micro_batch_size:
                         yield _with_moved(plan.plan, at, to, u)
-    for edge in plan.stages.edges:
-        x, y = stages[edge.source], stages[edge.target]
+    for source, target in plan.sketch.links:
+        x, y = stages[source], stages[target]
         if x.micro_batch_size != y.micro_batch_size:
             continue
         # The only operator that the rest of its stage leads to, or starts from.
         last = [u for u in x.operators if not set(graph.successors[u]) & set(x.operators)]
         first = [u for u in y.operators if not set(graph.predecessors[u]) & set(y.operators)]
         if len(last) == 1 < len(x.operators):
-            yield _with_moved(plan.plan, edge.source, edge.target, last[0])
+            yield _with_moved(plan.plan, source, target, last[0])
         if len(first) == 1 < len(y.operators):
-            yield _with_moved(plan.plan, edge.target, edge.source, first[0])
+            yield _with_moved(plan.plan, target, source, first[0])
 
 
 def _with_moved(plan: Draft, giver: int, taker: int, operator: int) -> Draft:

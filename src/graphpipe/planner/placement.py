@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from graphpipe.cluster import Cluster
-from graphpipe.graph import ComputationGraph
 from graphpipe.planner.draft import Draft
 
-Traffic = dict[int, dict[int, int]]
+# By group the bytes that it exchanges with each other group.
+Traffic = dict[int, dict[int, float]]
 
 
-def place(graph: ComputationGraph, cluster: Cluster, plan: Draft) -> dict[int, tuple[int, ...]]:
+def place(cluster: Cluster, plan: Draft, traffic: Traffic) -> dict[int, tuple[int, ...]]:
     """Return the devices of each group of stages.
 
     Groups are placed largest first, equal ones in the order of the stages. Each goes to the node with room for it whose
     stages it exchanges most bytes with; ties go to the fullest node, then to the first. A group that no node has room
     for is spread over the emptiest ones. Then groups of equal size change places while that keeps more bytes inside
     the nodes.
+
+    Args:
+        cluster: The devices.
+        plan: The stages.
+        traffic: By group the bytes that it exchanges with each other group.
     """
     size = {stage.group: stage.choice.num_replicas for stage in plan.stages}
-    traffic = _traffic(graph, plan)
     free: dict[int, list[int]] = {}
     for number, device in enumerate(cluster.devices):
         free.setdefault(device.node, []).append(number)
@@ -52,22 +56,9 @@ def _in_order(size: dict[int, int]) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _traffic(graph: ComputationGraph, plan: Draft) -> Traffic:
-    """Return by group the bytes that it exchanges with each other group for one sample."""
-    owner = {u: stage.group for stage in plan.stages for u in stage.operators}
-    found: Traffic = {stage.group: {} for stage in plan.stages}
-    for value in graph.values:
-        source = owner[graph.index[value.producer]]
-        num_bytes = value.num_bytes(1) * (1 + value.carries_gradient)
-        for target in {owner[graph.index[c]] for c in value.consumers} - {source}:
-            found[source][target] = found[source].get(target, 0) + num_bytes
-            found[target][source] = found[target].get(source, 0) + num_bytes
-    return found
-
-
-def _exchanged(traffic: Traffic, home: dict[int, int], group: int) -> dict[int, int]:
+def _exchanged(traffic: Traffic, home: dict[int, int], group: int) -> dict[int, float]:
     """Return by node the bytes that a group exchanges with the groups there."""
-    found: dict[int, int] = {}
+    found: dict[int, float] = {}
     for other, num_bytes in traffic[group].items():
         if other in home:
             found[home[other]] = found.get(home[other], 0) + num_bytes
@@ -96,7 +87,7 @@ def _change_places(
                         break
 
 
-def _gain(traffic: Traffic, home: dict[int, int], a: int, b: int) -> int:
+def _gain(traffic: Traffic, home: dict[int, int], a: int, b: int) -> float:
     """Return how many more bytes stay inside nodes when two groups change places."""
     with_a, with_b = _exchanged(traffic, home, a), _exchanged(traffic, home, b)
     between = traffic[a].get(b, 0)

@@ -18,22 +18,24 @@ from graphpipe.planner.bounds import lower_bound
 from graphpipe.planner.draft import Draft, draft_in_sequence, stage_graph
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
-from graphpipe.planner.placement import place
-from graphpipe.planner.predict import predict
 from graphpipe.planner.search import COARSE_PRECISION, DOUBT, TargetSearch
+from graphpipe.planner.sketch import Sketch, Sketcher
 from graphpipe.schedule import ModelCosts, Schedule, kfkb
 from graphpipe.stage import StageGraph, StageOrder
 from graphpipe.strategy import Strategy
 
-# Plans that are simulated in the end, best guess first.
-SIMULATED_PLANS = 6
+# Plans that are played through in the end, best guess first.
+PLAYED_PLANS = 12
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    chained: StageGraph
-    guess_s: float
+    sketch: Sketch
     micro_batch_size: int
+
+    @property
+    def guess_s(self) -> float:
+        return self.sketch.predicted.iteration_s
 
 
 @dataclass
@@ -52,6 +54,9 @@ class SequentialPlanning:
     plans: list[_Plan] = field(default_factory=list)
     known: set[Draft] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.sketcher = Sketcher(self.problem, order=StageOrder.CHAIN)
+
     @property
     def best_guess_s(self) -> float:
         """The best guess so far of the seconds of an iteration."""
@@ -63,10 +68,7 @@ class SequentialPlanning:
         if plan in self.known:
             return
         self.known.add(plan)
-        stages = stage_graph(self.problem, plan, place(self.problem.graph, self.problem.cluster, plan))
-        chained = replace(stages, order=StageOrder.CHAIN)
-        guess_s = predict(self.problem.cost_model, chained).iteration_s
-        self.plans.append(_Plan(chained, guess_s, micro_batch_size))
+        self.plans.append(_Plan(self.sketcher.sketch(plan), micro_batch_size))
 
     def search(self, search: TargetSearch, work_s: float, progress: Callable[[str], None] | None) -> None:
         """Add the plans of one micro-batch size.
@@ -89,23 +91,22 @@ class SequentialPlanning:
             progress(f"{self.planner}, micro-batches of {size}: {self.best_guess_s:.4g} s an iteration at best so far")
 
     def strategy(self, table: OperatorTable) -> Strategy | None:
-        """Return the best plan by simulation as a chain, or None where none fits into memory."""
+        """Return the best plan that fits into memory, by playing its chain through, or None where none fits."""
+        guessed = sorted(self.plans, key=lambda plan: plan.guess_s)
+        played = sorted(guessed[:PLAYED_PLANS], key=lambda plan: plan.sketch.played_s)
         searched_s = time.perf_counter() - self.started_s
         best: tuple[Strategy, Estimate] | None = None
-        simulations = 0
-        for plan in sorted(self.plans, key=lambda plan: plan.guess_s):
-            if best is not None and simulations >= SIMULATED_PLANS:
-                break
-            simulations += 1
-            schedule = kfkb(plan.chained, ModelCosts(self.problem.cost_model, plan.chained))
-            strategy = self._strategy(plan.chained, schedule)
+        for plan in (*played, *guessed[PLAYED_PLANS:]):
+            stages = stage_graph(self.problem, plan.sketch.plan, plan.sketch.devices)
+            chained = replace(stages, order=StageOrder.CHAIN)
+            strategy = self._strategy(chained, kfkb(chained, ModelCosts(self.problem.cost_model, chained)))
             found = estimate(strategy)
             try:
                 check_memory(strategy, found)
             except PlanningError:
                 continue
-            if best is None or found.iteration_s < best[1].iteration_s:
-                best = (strategy, found)
+            best = (strategy, found)
+            break
         if best is None:
             return None
         strategy, found = best

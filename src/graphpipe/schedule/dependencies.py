@@ -6,8 +6,9 @@ The scheduler asks for whole tasks (`dependencies`), the lowering for the pieces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from graphpipe.graph import Value
 from graphpipe.schedule.task import Phase, Task
@@ -16,8 +17,29 @@ from graphpipe.stage import SampleRange, StageEdge, StageGraph
 
 def overlapping(stages: StageGraph, x: int, samples: SampleRange) -> range:
     """Return the micro-batches of stage `x` that hold some of `samples`. `samples` must not be empty."""
-    size = stages.stages[x].micro_batch_size
+    return _overlapping(stages.stages[x].micro_batch_size, samples)
+
+
+def _overlapping(size: int, samples: SampleRange) -> range:
     return range(samples.start // size, (samples.stop - 1) // size + 1)
+
+
+@lru_cache(maxsize=1024)
+def last_needed(size: int, other_size: int, mini_batch_size: int) -> Sequence[int]:
+    """Return for each micro-batch of a stage the last one of another stage that it needs.
+
+    A stage's passes run in sequence, so who has waited for the last one has waited for all of `dependencies`.
+
+    Args:
+        size: Samples of a micro-batch.
+        other_size: Samples of a micro-batch of the other stage, on either side.
+        mini_batch_size: Samples a step.
+    """
+    starts = range(0, mini_batch_size, size)
+    if size == other_size:
+        return range(len(starts))
+    samples = (SampleRange(start, min(start + size, mini_batch_size)) for start in starts)
+    return tuple(_overlapping(other_size, each)[-1] for each in samples)
 
 
 def dependencies(task: Task, stages: StageGraph) -> tuple[Task, ...]:

@@ -1,0 +1,285 @@
+"""Drafts reduced to numbers, quickly: what a plan is guessed to take, and what playing its schedule through shows.
+
+A search looks at hundreds of plans and keeps one. A stage graph with all of its checks, and a program with all of its
+messages, are made for the few that are worth it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphpipe.cost.collectives import ring_all_reduce_s
+from graphpipe.graph import Value
+from graphpipe.planner.base import PlanningProblem
+from graphpipe.planner.draft import Draft, Splitter
+from graphpipe.planner.operators import Floats
+from graphpipe.planner.placement import Traffic, place
+from graphpipe.planner.predict import Prediction, predict
+from graphpipe.schedule import limits_of
+from graphpipe.schedule.play import TimedEdge, TimedStages, play
+from graphpipe.stage import Recompute, StageOrder, turn
+
+Ints = NDArray[np.int64]
+
+# Of a long schedule, as many micro-batches as fill its longest path are played, this many times, and twice as many.
+PLAYED_ROUNDS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """A draft reduced to numbers.
+
+    Attributes:
+        plan: The draft.
+        devices: The devices of each group of stages.
+        timed: Its tasks and messages.
+        limits: ``[stages]`` samples in flight.
+        rounds: ``[stages]`` passes in a round.
+        predicted: What it is guessed to take.
+    """
+
+    plan: Draft
+    devices: dict[int, tuple[int, ...]]
+    timed: TimedStages
+    limits: tuple[int, ...]
+    rounds: tuple[int, ...]
+    predicted: Prediction
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of stages between which something passes."""
+        return tuple((edge.source, edge.target) for edge in self.timed.edges)
+
+    @cached_property
+    def depth(self) -> int:
+        """The stages on the longest path."""
+        longest = [1] * len(self.timed.sizes)
+        for x, y in sorted(self.links, key=lambda pair: pair[1]):
+            longest[y] = max(longest[y], longest[x] + 1)
+        return max(longest)
+
+    @cached_property
+    def played_s(self) -> float:
+        """Seconds of an iteration when its schedule is played through.
+
+        A long schedule repeats itself once the pipeline is full, so only its beginning is played, twice, and the rest
+        is what the longer one took more.
+        """
+        batch, short = self.timed.mini_batch_size, self._shortened
+        if short is None:
+            return self._play_s(batch)
+        first_s, second_s = self._play_s(short // 2), self._play_s(short)
+        return second_s + (second_s - first_s) * (batch - short) / (short - short // 2)
+
+    @cached_property
+    def _shortened(self) -> int | None:
+        """The mini-batch that is played instead of a long one."""
+        batch = self.timed.mini_batch_size
+        if batch in self.timed.sizes:
+            # A stage that takes everything at once ends no sooner for fewer samples.
+            return None
+        short = math.lcm(*self.timed.sizes) * 2 * PLAYED_ROUNDS * self.depth * max(self.rounds)
+        return short if short * 2 <= batch else None
+
+    def _play_s(self, mini_batch_size: int) -> float:
+        if mini_batch_size == self.timed.mini_batch_size:
+            return play(self.timed, self.rounds, self.limits).makespan_s
+        timed = replace(self.timed, mini_batch_size=mini_batch_size, last_pass_s=self.timed.pass_s)
+        return play(timed, self.rounds, limits_of(timed.sizes, self.links, mini_batch_size, self.rounds)).makespan_s
+
+    @property
+    def played_tasks(self) -> int:
+        """How many tasks are played for it."""
+        whole = 2 * sum(self.timed.counts)
+        batch, short = self.timed.mini_batch_size, self._shortened
+        return whole if short is None else round(whole * 1.5 * short / batch)
+
+
+@dataclass(slots=True)
+class _Passed:
+    """What passes from one stage to another: bytes a sample, and bytes that do not depend on the batch."""
+
+    sent: float = 0.0
+    sent_fixed: float = 0.0
+    returned: float = 0.0
+    returned_fixed: float = 0.0
+    returns: bool = False
+
+    def add(self, value: Value) -> None:
+        self.sent += value.bytes_per_sample
+        self.sent_fixed += value.fixed_bytes
+        if value.carries_gradient:
+            self.returned += value.bytes_per_sample
+            self.returned_fixed += value.fixed_bytes
+            self.returns = True
+
+
+class Sketcher:
+    """Makes sketches of one problem.
+
+    Args:
+        problem: The problem.
+        k: Passes in a round.
+        order: What stages wait for.
+    """
+
+    def __init__(self, problem: PlanningProblem, k: int = 1, order: StageOrder = StageOrder.GRAPH) -> None:
+        self.problem = problem
+        self.k = k
+        self.order = order
+        graph, index = problem.graph, problem.graph.index
+        self.splitter = Splitter(graph)
+        self._costs: dict[int, tuple[Floats, Floats]] = {}
+        self._known_shares: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float, float]] = {}
+        self.trainable_bytes = np.array([o.trainable_bytes for o in graph.operators], dtype=np.float64)
+        self.has_backward = np.array([o.has_backward for o in graph.operators], dtype=np.float64)
+        reads = [(v, index[value.producer], index[c]) for v, value in enumerate(graph.values) for c in value.consumers]
+        self.value = [v for v, _, _ in reads]
+        self.maker: Ints = np.array([made for _, made, _ in reads], dtype=np.int64)
+        self.reader: Ints = np.array([read for _, _, read in reads], dtype=np.int64)
+
+    def sketch(self, plan: Draft) -> Sketch:
+        """Return a draft reduced to numbers. Its stages are in a topological order."""
+        problem, stages = self.problem, plan.stages
+        count = len(stages)
+        owner = np.empty(len(problem.graph.operators), dtype=np.int64)
+        for x, stage in enumerate(stages):
+            owner[list(stage.operators)] = x
+        sizes = [stage.micro_batch_size for stage in stages]
+        counts = [-(-problem.mini_batch_size // size) for size in sizes]
+        has_backward = [bool(each) for each in np.bincount(owner, self.has_backward, count)]
+        local = [-(-stage.micro_batch_size // stage.choice.num_replicas) for stage in stages]
+        rest = [
+            -(-(problem.mini_batch_size - (n - 1) * stage.micro_batch_size) // stage.choice.num_replicas)
+            for n, stage in zip(counts, stages, strict=True)
+        ]
+        passed = self._passed(owner, count)
+        devices = place(problem.cluster, plan, self._traffic(plan, passed))
+        trainable = np.bincount(owner, self.trainable_bytes, count)
+        reduce_s = [
+            ring_all_reduce_s(
+                float(trainable[x]), stage.choice.num_replicas, problem.cluster.slowest_link(devices[stage.group])
+            )
+            for x, stage in enumerate(stages)
+        ]
+        held: dict[int, list[int]] = {}
+        for x, stage in enumerate(stages):
+            held.setdefault(stage.group, []).append(x)
+        groups = list(held.values())
+        timed = TimedStages(
+            mini_batch_size=problem.mini_batch_size,
+            sizes=sizes,
+            groups=groups,
+            has_backward=has_backward,
+            pass_s=self._passes(plan, owner, local),
+            last_pass_s=self._passes(plan, owner, rest),
+            edges=self._edges(plan, passed, devices, has_backward),
+            reduce_s=reduce_s,
+        )
+        rounds = (self.k,) * count
+        links = [(edge.source, edge.target) for edge in timed.edges]
+        limits = limits_of(sizes, links, problem.mini_batch_size, rounds)
+        return Sketch(plan, devices, timed, limits, rounds, predict(timed, limits))
+
+    def _passes(self, plan: Draft, owner: Ints, local: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Return the seconds of a forward and of a backward pass of each stage."""
+        count = len(plan.stages)
+        by_size = {}
+        for size in set(local):
+            if size not in self._costs:
+                costs = self.problem.profile.at(size)
+                self._costs[size] = (costs.forward_s, costs.backward_s)
+            by_size[size] = tuple(np.bincount(owner, of, count).tolist() for of in self._costs[size])
+        forward = [by_size[size][0][x] for x, size in enumerate(local)]
+        backward = [by_size[size][1][x] for x, size in enumerate(local)]
+        for x, stage in enumerate(plan.stages):
+            if stage.choice.recompute is Recompute.ALL:
+                backward[x] += forward[x]
+        return forward, backward
+
+    def _passed(self, owner: Ints, count: int) -> dict[tuple[int, int], _Passed]:
+        """Return what passes between stages, by (source, target), sorted."""
+        source, target = owner[self.maker], owner[self.reader]
+        crosses = np.flatnonzero(source != target)
+        found: dict[tuple[int, int], _Passed] = {}
+        # Each value once for each stage that reads it.
+        known: set[tuple[int, int]] = set()
+        for read, x, y in zip(crosses.tolist(), source[crosses].tolist(), target[crosses].tolist(), strict=True):
+            v = self.value[read]
+            if (v, y) not in known:
+                known.add((v, y))
+                found.setdefault((x, y), _Passed()).add(self.problem.graph.values[v])
+        if self.order is StageOrder.CHAIN:
+            for x in range(count - 1):
+                names = (self.problem.graph.operators[0].name, self.problem.graph.operators[-1].name)
+                found.setdefault((x, x + 1), _Passed()).add(turn(x, *names))
+        return dict(sorted(found.items()))
+
+    @staticmethod
+    def _traffic(plan: Draft, passed: Mapping[tuple[int, int], _Passed]) -> Traffic:
+        """Return by group the bytes that it exchanges with each other group for one sample."""
+        found: Traffic = {stage.group: {} for stage in plan.stages}
+        for (x, y), each in passed.items():
+            a, b = plan.stages[x].group, plan.stages[y].group
+            if a != b:
+                num_bytes = each.sent + each.sent_fixed + each.returned + each.returned_fixed
+                found[a][b] = found[a].get(b, 0) + num_bytes
+                found[b][a] = found[b].get(a, 0) + num_bytes
+        return found
+
+    def _edges(
+        self,
+        plan: Draft,
+        passed: Mapping[tuple[int, int], _Passed],
+        devices: Mapping[int, tuple[int, ...]],
+        has_backward: Sequence[bool],
+    ) -> list[TimedEdge]:
+        found = []
+        for (x, y), each in passed.items():
+            a, b = plan.stages[x], plan.stages[y]
+            sent_s = returned_s = latency_s = 0.0
+            returns = each.returns and has_backward[x] and has_backward[y]
+            if a.group != b.group:
+                latency_s, out_share, back_share = self._shares(devices[a.group], devices[b.group])
+                sent_s = (each.sent * a.micro_batch_size + each.sent_fixed) * out_share
+                if returns:
+                    returned_s = (each.returned * b.micro_batch_size + each.returned_fixed) * back_share
+            found.append(TimedEdge(x, y, sent_s, returned_s, latency_s, returns))
+        return found
+
+    def _shares(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[float, float, float]:
+        """Return what passes between two groups of devices take: latency, and seconds a byte on the busiest link.
+
+        Each replica sends the samples that it has to the replicas that take them.
+
+        Returns:
+            Seconds until the first byte arrives; seconds for each byte of all replicas together that `a` sends to `b`;
+            seconds for each byte that `b` sends to `a`.
+        """
+        cluster = self.problem.cluster
+        nodes_a, nodes_b = ({cluster.devices[d].node for d in group} for group in (a, b))
+        if len(nodes_a | nodes_b) == 1 or not nodes_a & nodes_b:
+            link = cluster.slowest_link((a[0], b[0]))
+            return link.latency_s, 1 / (len(a) * link.bandwidth_bytes_per_s), 1 / (len(b) * link.bandwidth_bytes_per_s)
+        if (a, b) not in self._known_shares:
+            out, back = [0.0] * len(a), [0.0] * len(b)
+            latency_s = 0.0
+            i = j = 0
+            start = 0
+            # In units of 1 / (len(a) * len(b)) of the samples.
+            while i < len(a):
+                stop = min((i + 1) * len(b), (j + 1) * len(a))
+                link = cluster.link(a[i], b[j])
+                seconds = (stop - start) / (len(a) * len(b) * link.bandwidth_bytes_per_s)
+                out[i] += seconds
+                back[j] += seconds
+                latency_s = max(latency_s, link.latency_s)
+                i, j, start = i + (stop == (i + 1) * len(b)), j + (stop == (j + 1) * len(a)), stop
+            self._known_shares[a, b] = (latency_s, max(out), max(back))
+        return self._known_shares[a, b]
