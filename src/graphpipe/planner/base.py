@@ -12,7 +12,7 @@ from graphpipe.cost import ADAM, CostModel, OptimizerCost, Profile
 from graphpipe.errors import PlanningError
 from graphpipe.graph import ComputationGraph
 from graphpipe.schedule import ModelCosts, kfkb
-from graphpipe.stage import Stage, StageGraph
+from graphpipe.stage import Stage, StageGraph, StageOrder
 from graphpipe.strategy import Strategy
 
 
@@ -109,6 +109,8 @@ def scheduled(
     *,
     planner: str,
     k: int = 1,
+    limits: Sequence[int] | None = None,
+    order: StageOrder = StageOrder.GRAPH,
     notes: dict[str, object] | None = None,
 ) -> Strategy:
     """Return stages with their kFkB schedule as a strategy.
@@ -118,15 +120,17 @@ def scheduled(
         stages: In a topological order.
         planner: Who planned them.
         k: Passes in a round; 1 for 1F1B.
+        limits: ``[stages]`` samples in flight; by default those of `graphpipe.schedule.in_flight_limits`.
+        order: What stages wait for.
         notes: What the planner has to say.
 
     Raises:
         StrategyError: The stages are not a valid stage graph.
     """
-    graph = StageGraph(problem.graph, tuple(stages), problem.mini_batch_size)
+    graph = StageGraph(problem.graph, tuple(stages), problem.mini_batch_size, order)
     return Strategy(
         stages=graph,
-        schedule=kfkb(graph, ModelCosts(problem.cost_model, graph), k=k),
+        schedule=kfkb(graph, ModelCosts(problem.cost_model, graph), k=k, limits=limits),
         profile=problem.profile,
         cluster=problem.cluster,
         optimizer=problem.optimizer,

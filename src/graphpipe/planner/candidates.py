@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphpipe.errors import PlanningError
@@ -11,7 +11,11 @@ from graphpipe.planner.base import PlanningProblem, divisors, scheduled
 from graphpipe.planner.draft import Draft, stage_graph
 from graphpipe.planner.predict import Prediction
 from graphpipe.planner.sketch import Sketch, Sketcher
+from graphpipe.stage import StageOrder
 from graphpipe.strategy import Strategy
+
+# More samples in flight than the least are only worth their memory when an iteration is shorter by this share.
+WORTH_ROOM = 0.002
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +58,38 @@ class Simulated:
     estimate: Estimate
 
 
-def simulated(problem: PlanningProblem, plan: Candidate, planner: str, k: int) -> Simulated | None:
-    """Return a plan with its simulation, or None where a device lacks the memory for it."""
-    stages = stage_graph(problem, plan.plan, plan.sketch.devices).stages
-    strategy = scheduled(problem, stages, planner=planner, k=k)
-    found = estimate(strategy)
-    try:
-        check_memory(strategy, found)
-    except PlanningError:
-        return None
-    return Simulated(plan, strategy, found)
+def simulated(
+    problem: PlanningProblem, plan: Candidate, planner: str, k: int, order: StageOrder = StageOrder.GRAPH
+) -> Simulated | None:
+    """Return a plan with its simulation, or None where a device lacks the memory for it.
+
+    Where more samples in flight make it faster, it gets as many as that takes and memory allows.
+
+    Args:
+        problem: The problem.
+        plan: The plan.
+        planner: Who made it.
+        k: Passes in a round.
+        order: What its stages wait for.
+    """
+    sketch = plan.sketch
+    stages = stage_graph(problem, plan.plan, sketch.devices).stages
+    tried: list[Sequence[int]] = []
+    if sketch.roomy_s < sketch.played_s * (1 - WORTH_ROOM):
+        sizes = sketch.timed.sizes
+        between = [
+            b + (a - b) // 2 // size * size for a, b, size in zip(sketch.fitted, sketch.limits, sizes, strict=True)
+        ]
+        tried = [sketch.fitted, between]
+    for limits in (*tried, sketch.limits):
+        strategy = scheduled(problem, stages, planner=planner, k=k, limits=limits, order=order)
+        found = estimate(strategy)
+        try:
+            check_memory(strategy, found)
+        except PlanningError:
+            continue
+        return Simulated(plan, strategy, found)
+    return None
 
 
 def with_sizes_of_stages(sketcher: Sketcher, plan: Candidate) -> Iterator[Candidate]:

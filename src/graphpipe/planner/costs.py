@@ -154,11 +154,14 @@ def stage_tables(setting: Setting, sums: Sums, sizes: Sequence[int]) -> StageTab
         sizes: What the first axis of the sums by size stands for.
     """
     seconds, levels = [], []
+    mixes = bool(sums.is_batch_wise.any())
     for choice in setting.choices:
         at = sizes.index(setting.local_size(choice.num_replicas))
-        possible = ~sums.is_batch_wise if choice.num_replicas > 1 else np.ones_like(sums.is_batch_wise)
-        seconds.append(np.where(possible, _seconds(setting, sums, choice, at), np.inf))
-        levels.append(np.where(possible, _levels(setting, sums, choice, at), 0))
+        seconds.append(_seconds(setting, sums, choice, at))
+        levels.append(_levels(setting, sums, choice, at))
+        if choice.num_replicas > 1 and mixes:
+            seconds[-1][sums.is_batch_wise] = np.inf
+            levels[-1][sums.is_batch_wise] = 0
     splits = setting.micro_batch_size < setting.table.problem.mini_batch_size
     return StageTables(np.stack(seconds), np.stack(levels), sums.is_batch_wise & splits)
 
@@ -168,43 +171,43 @@ def _seconds(setting: Setting, sums: Sums, choice: Choice, at: int) -> Floats:
     replicas = choice.num_replicas
     compute_s = sums.forward_s[at] + sums.backward_s[at]
     if choice.recompute is Recompute.ALL:
-        compute_s = compute_s + sums.forward_s[at] - sums.batch_wise_forward_s
+        compute_s += sums.forward_s[at] - sums.batch_wise_forward_s
     slowest = cluster.slowest_link(range(len(cluster)))
     # Transfers overlap with computing, so the busier of processor and link counts.
-    link_s = (sums.sent_bytes + sums.returned_bytes) / (replicas * slowest.bandwidth_bytes_per_s)
-    found = np.maximum(compute_s, link_s)
+    found = sums.sent_bytes + sums.returned_bytes
+    found *= 1 / (replicas * slowest.bandwidth_bytes_per_s)
+    np.maximum(compute_s, found, out=found)
     if replicas > 1:
         ring = cluster.inside_node if replicas <= cluster.devices_per_node else slowest
         # The time is linear in the bytes, but for nothing it is nothing.
         slope = ring_all_reduce_s(2.0, replicas, ring) - ring_all_reduce_s(1.0, replicas, ring)
         first = ring_all_reduce_s(1.0, replicas, ring) - slope
-        reduce_s = np.where(sums.trainable_bytes > 0, first + slope * sums.trainable_bytes, 0.0)
-        found = found + reduce_s / setting.num_micro_batches
-    return np.asarray(found, dtype=np.float64)
+        count = setting.num_micro_batches
+        found += np.where(sums.trainable_bytes > 0, first / count + (slope / count) * sums.trainable_bytes, 0.0)
+    return found
 
 
 def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Ints:
-    replicas, count, last = choice.num_replicas, setting.num_micro_batches, setting.num_levels
-    saved, once = sums.saved_bytes[at], np.zeros_like(sums.saved_bytes[at])
-    received, returned, awaited = (
-        each / replicas for each in (sums.received_bytes, sums.returned_bytes, sums.awaited_bytes)
-    )
+    replicas, count, last, k = choice.num_replicas, setting.num_micro_batches, setting.num_levels, setting.k
+    saved = sums.saved_bytes[at]
+    received = sums.received_bytes / replicas
+    free = setting.table.memory_bytes - sums.state_bytes
+    free -= sums.returned_bytes * (min(count, SEND_BUFFERS) / replicas)
+    free -= sums.awaited_bytes * (min(count, RECEIVE_BUFFERS) / replicas)
     if choice.recompute is Recompute.ALL:
-        saved, once = sums.batch_wise_saved_bytes, saved - sums.batch_wise_saved_bytes
-    buffers = returned * min(count, SEND_BUFFERS) + awaited * min(count, RECEIVE_BUFFERS)
-    free = setting.table.memory_bytes - sums.state_bytes - buffers - once
-
-    def holds(in_flight: int) -> NDArray[np.bool_]:
-        held = in_flight * saved + min(in_flight + RECEIVE_BUFFERS, count) * received
-        return np.asarray(free >= held, dtype=np.bool_)
-
-    each_level = setting.k * (saved + received)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        levels = np.floor(np.where(each_level > 0, (free - RECEIVE_BUFFERS * received) / each_level, last))
-    levels = np.where(free >= RECEIVE_BUFFERS * received, np.clip(levels, 0, last - 1), 0)
-    # There are no more receives than micro-batches, which the line above doesn't know.
-    levels = np.where(holds((last - 1) * setting.k), last - 1, levels)
-    levels = np.where(holds(count), last, levels)
-    # Nothing waits for a backward pass that never comes.
-    passes_on = free - saved >= min(count, RECEIVE_BUFFERS + 1) * received
-    return np.where(sums.has_backward, levels, np.where(passes_on, last, 0)).astype(np.int64)
+        free -= saved - sums.batch_wise_saved_bytes
+        saved = sums.batch_wise_saved_bytes
+    each_round = k * (saved + received)
+    ahead = RECEIVE_BUFFERS * received
+    found = (free - ahead) / np.maximum(each_round, 1e-9)
+    np.clip(found, 0, last - 1, out=found)
+    levels: Ints = found.astype(np.int64)
+    if (last - 1) * k + RECEIVE_BUFFERS > count:
+        # There are no more receives than micro-batches, which the line above doesn't know.
+        levels[(free >= (last - 1) * k * saved + count * received) & (free >= ahead)] = last - 1
+    levels[free >= count * (saved + received)] = last
+    if not sums.has_backward.all():
+        # Nothing waits for a backward pass that never comes.
+        passes_on = free - saved >= min(count, RECEIVE_BUFFERS + 1) * received
+        levels = np.where(sums.has_backward, levels, np.where(passes_on, last, 0))
+    return levels

@@ -16,7 +16,7 @@ from graphpipe.planner.bounds import lower_bound, nothing_fits
 from graphpipe.planner.candidates import Candidate, Simulated, simulated, variants, with_sizes_of_stages
 from graphpipe.planner.costs import RecomputePolicy
 from graphpipe.planner.draft import Draft, draft
-from graphpipe.planner.improve import Budget, changed, improved
+from graphpipe.planner.improve import Budget, changed
 from graphpipe.planner.layout import Chain, lay_out, line
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
@@ -25,11 +25,10 @@ from graphpipe.planner.sketch import Sketcher
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
 
-# Plans that are changed for the better before any is played through, and what may be spent on it.
-IMPROVED_PLANS = 4
-IMPROVE_BUDGET = 3000
-# What may be spent on changing the best plan once plans are played through.
+# What may be spent on changes of the best plan.
 CHANGE_BUDGET = 6000
+# Of so many best plans it is asked what more samples in flight would do.
+ROOMY_PLANS = 4
 # Schedules are played through until they have had so many tasks, but at least one.
 PLAYED_TASKS = 16_000
 
@@ -105,7 +104,6 @@ class _Planning:
     def strategy(self) -> Strategy:
         for recompute in _attempts(self.planner.recompute):
             self._search(recompute)
-            self._improve()
             ranked = self._ranked()
             searched_s = time.perf_counter() - self.started_s
             for plan in ranked:
@@ -176,16 +174,6 @@ class _Planning:
         self.candidates.append(plan)
         self.by_size[size] = min(self.by_size.get(size, float("inf")), plan.predicted.iteration_s)
 
-    def _improve(self) -> None:
-        """Add changes of the best guesses."""
-        for plan in sorted(self.candidates, key=self.value)[:IMPROVED_PLANS]:
-            for better in improved(self.sketcher, plan, self.value, Budget(IMPROVE_BUDGET // IMPROVED_PLANS)):
-                if better.plan not in self.known:
-                    self.known.add(better.plan)
-                    self._keep(better)
-                if self._is_late():
-                    return
-
     def _ranked(self) -> list[Candidate]:
         """Return all plans, best first: those that were played through by what that showed, then by their guesses."""
         if self.planner.objective is Objective.BOTTLENECK:
@@ -206,7 +194,9 @@ class _Planning:
             if played.best is best:
                 break
         known = {id(plan) for plan in played.ranked}
-        return [*played.ranked, *(plan for plan in sorted(self.candidates, key=self.value) if id(plan) not in known)]
+        first, rest = played.ranked[:ROOMY_PLANS], played.ranked[ROOMY_PLANS:]
+        first.sort(key=lambda plan: min(plan.sketch.played_s, plan.sketch.roomy_s))
+        return [*first, *rest, *(plan for plan in sorted(self.candidates, key=self.value) if id(plan) not in known)]
 
     def _finished(self, best: Simulated, searched_s: float) -> Strategy:
         best_size = best.candidate.micro_batch_size

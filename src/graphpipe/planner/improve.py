@@ -7,7 +7,7 @@ the next stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from graphpipe.planner.base import PlanningProblem
@@ -37,32 +37,6 @@ class Budget:
         """Pay for a look at a plan; return whether anything is left."""
         self.left -= LOOK + len(plan.plan.stages) ** 2 // 2
         return self.left > 0
-
-
-def improved(
-    sketcher: Sketcher, plan: Candidate, value: Callable[[Candidate], float], budget: Budget
-) -> Iterator[Candidate]:
-    """Yield ever better plans, from a plan by changes that lower its value.
-
-    Args:
-        sketcher: Makes the sketches.
-        plan: Where to start.
-        value: What is minimised.
-        budget: What may be spent.
-    """
-    if len(plan.plan.stages) > MOST_STAGES:
-        return
-    while budget.left > 0:
-        best = plan
-        for each in changed(sketcher, plan):
-            if value(each) < value(best) * (1 - 1e-9):
-                best = each
-            if not budget.spend(each):
-                break
-        if best is plan:
-            return
-        plan = best
-        yield plan
 
 
 def changed(sketcher: Sketcher, plan: Candidate) -> Iterator[Candidate]:

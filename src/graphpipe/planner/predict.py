@@ -73,6 +73,6 @@ def predict(timed: TimedStages, limits: Sequence[int]) -> Prediction:
             trips = counts[x] / rounds * (forward_s[x] + back_s[x] + backward_s[x])
             longest = max(longest, start_s[x] + max(own + waits, trips) + max(finish_s[x], reduce_s[x]))
         first, last = min(start_s[x] for x in held), min(finish_s[x] for x in held)
-        longest = max(longest, first + load + max(last, *(reduce_s[x] for x in held)))
+        longest = max(longest, first + max(load, link) + max(last, *(reduce_s[x] for x in held)))
         busiest = max(busiest, max(load, link) + sum(reduce_s[x] for x in held))
     return Prediction(longest, busiest)

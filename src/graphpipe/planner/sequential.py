@@ -10,32 +10,20 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from graphpipe.errors import PlanningError
-from graphpipe.estimate import Estimate, check_memory, estimate
 from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.bounds import lower_bound
-from graphpipe.planner.draft import Draft, draft_in_sequence, stage_graph
+from graphpipe.planner.candidates import Candidate, simulated
+from graphpipe.planner.draft import Draft, draft_in_sequence
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
 from graphpipe.planner.search import COARSE_PRECISION, DOUBT, TargetSearch
-from graphpipe.planner.sketch import Sketch, Sketcher
-from graphpipe.schedule import ModelCosts, Schedule, kfkb
-from graphpipe.stage import StageGraph, StageOrder
+from graphpipe.planner.sketch import Sketcher
+from graphpipe.stage import StageOrder
 from graphpipe.strategy import Strategy
 
 # Plans that are played through in the end, best guess first.
 PLAYED_PLANS = 12
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    sketch: Sketch
-    micro_batch_size: int
-
-    @property
-    def guess_s(self) -> float:
-        return self.sketch.predicted.iteration_s
 
 
 @dataclass
@@ -51,7 +39,7 @@ class SequentialPlanning:
     problem: PlanningProblem
     planner: str
     started_s: float = field(default_factory=time.perf_counter)
-    plans: list[_Plan] = field(default_factory=list)
+    plans: list[Candidate] = field(default_factory=list)
     known: set[Draft] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -60,7 +48,7 @@ class SequentialPlanning:
     @property
     def best_guess_s(self) -> float:
         """The best guess so far of the seconds of an iteration."""
-        return min((plan.guess_s for plan in self.plans), default=float("inf"))
+        return min((plan.predicted.iteration_s for plan in self.plans), default=float("inf"))
 
     def collect(self, pieces: Iterable[Piece], micro_batch_size: int) -> None:
         """Add a plan: its stages in sequence."""
@@ -68,7 +56,7 @@ class SequentialPlanning:
         if plan in self.known:
             return
         self.known.add(plan)
-        self.plans.append(_Plan(self.sketcher.sketch(plan), micro_batch_size))
+        self.plans.append(Candidate(self.sketcher.sketch(plan), micro_batch_size))
 
     def search(self, search: TargetSearch, work_s: float, progress: Callable[[str], None] | None) -> None:
         """Add the plans of one micro-batch size.
@@ -92,32 +80,21 @@ class SequentialPlanning:
 
     def strategy(self, table: OperatorTable) -> Strategy | None:
         """Return the best plan that fits into memory, by playing its chain through, or None where none fits."""
-        guessed = sorted(self.plans, key=lambda plan: plan.guess_s)
+        guessed = sorted(self.plans, key=lambda plan: plan.predicted.iteration_s)
         played = sorted(guessed[:PLAYED_PLANS], key=lambda plan: plan.sketch.played_s)
         searched_s = time.perf_counter() - self.started_s
-        best: tuple[Strategy, Estimate] | None = None
-        for plan in (*played, *guessed[PLAYED_PLANS:]):
-            stages = stage_graph(self.problem, plan.sketch.plan, plan.sketch.devices)
-            chained = replace(stages, order=StageOrder.CHAIN)
-            strategy = self._strategy(chained, kfkb(chained, ModelCosts(self.problem.cost_model, chained)))
-            found = estimate(strategy)
-            try:
-                check_memory(strategy, found)
-            except PlanningError:
-                continue
-            best = (strategy, found)
-            break
+        ranked = (*played, *guessed[PLAYED_PLANS:])
+        simulations = (simulated(self.problem, plan, self.planner, 1, StageOrder.CHAIN) for plan in ranked)
+        best = next((found for found in simulations if found is not None), None)
         if best is None:
             return None
-        strategy, found = best
+        strategy, found = best.strategy, best.estimate
         by_size: dict[int, float] = {}
         for plan in self.plans:
-            by_size[plan.micro_batch_size] = min(by_size.get(plan.micro_batch_size, float("inf")), plan.guess_s)
+            by_size[plan.micro_batch_size] = min(
+                by_size.get(plan.micro_batch_size, float("inf")), plan.predicted.iteration_s
+            )
         notes = plan_notes(self.problem, strategy, found, lower_bound(table), by_size)
         notes["search_s"] = searched_s
         notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
         return replace(strategy, notes=notes)
-
-    def _strategy(self, stages: StageGraph, schedule: Schedule) -> Strategy:
-        problem = self.problem
-        return Strategy(stages, schedule, problem.profile, problem.cluster, problem.optimizer, self.planner)

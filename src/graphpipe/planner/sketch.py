@@ -7,7 +7,7 @@ messages, are made for the few that are worth it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from graphpipe.planner.draft import Draft, Splitter
 from graphpipe.planner.operators import Floats
 from graphpipe.planner.placement import Traffic, place
 from graphpipe.planner.predict import Prediction, predict
-from graphpipe.schedule import limits_of
+from graphpipe.schedule import fitted_limits, limits_of
 from graphpipe.schedule.play import TimedEdge, TimedStages, play
 from graphpipe.stage import Recompute, StageOrder, turn
 
@@ -71,10 +71,29 @@ class Sketch:
         A long schedule repeats itself once the pipeline is full, so only its beginning is played, twice, and the rest
         is what the longer one took more.
         """
+        return self._extrapolated_s(
+            lambda timed: limits_of(timed.sizes, self.links, timed.mini_batch_size, self.rounds)
+        )
+
+    @cached_property
+    def roomy_s(self) -> float:
+        """The same without limits."""
+        return self._extrapolated_s(lambda timed: (timed.mini_batch_size,) * len(timed.sizes))
+
+    @cached_property
+    def fitted(self) -> tuple[int, ...]:
+        """``[stages]`` the smallest limits with which it is as fast as without limits."""
+        return fitted_limits(self._of(self._shortened or self.timed.mini_batch_size), self.rounds)
+
+    def _extrapolated_s(self, limits: Callable[[TimedStages], Sequence[int]]) -> float:
+        def play_s(mini_batch_size: int) -> float:
+            timed = self._of(mini_batch_size)
+            return play(timed, self.rounds, limits(timed)).makespan_s
+
         batch, short = self.timed.mini_batch_size, self._shortened
         if short is None:
-            return self._play_s(batch)
-        first_s, second_s = self._play_s(short // 2), self._play_s(short)
+            return play_s(batch)
+        first_s, second_s = play_s(short // 2), play_s(short)
         return second_s + (second_s - first_s) * (batch - short) / (short - short // 2)
 
     @cached_property
@@ -87,15 +106,15 @@ class Sketch:
         short = math.lcm(*self.timed.sizes) * 2 * PLAYED_ROUNDS * self.depth * max(self.rounds)
         return short if short * 2 <= batch else None
 
-    def _play_s(self, mini_batch_size: int) -> float:
+    def _of(self, mini_batch_size: int) -> TimedStages:
+        """Return the stages with a shorter mini-batch."""
         if mini_batch_size == self.timed.mini_batch_size:
-            return play(self.timed, self.rounds, self.limits).makespan_s
-        timed = replace(self.timed, mini_batch_size=mini_batch_size, last_pass_s=self.timed.pass_s)
-        return play(timed, self.rounds, limits_of(timed.sizes, self.links, mini_batch_size, self.rounds)).makespan_s
+            return self.timed
+        return replace(self.timed, mini_batch_size=mini_batch_size, last_pass_s=self.timed.pass_s)
 
     @property
     def played_tasks(self) -> int:
-        """How many tasks are played for it."""
+        """How many tasks are played for `played_s`."""
         whole = 2 * sum(self.timed.counts)
         batch, short = self.timed.mini_batch_size, self._shortened
         return whole if short is None else round(whole * 1.5 * short / batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -44,58 +44,94 @@ class Line:
         share = 1.0 / setting.num_micro_batches
         alone = self.table.is_batch_wise
         profile = self.table.problem.profile
-        whole = profile.at(batch)
-        by_size = [profile.at(size) for size in sizes]
+        whole, by_size = profile.at(batch), [profile.at(size) for size in sizes]
+        mixes = bool(alone.any())
+
+        def each_size(name: str) -> list[Floats]:
+            if not mixes:
+                return [getattr(costs, name) for costs in by_size]
+            # What mixes samples runs once, and a micro-batch has its share of it.
+            return [np.where(alone, getattr(whole, name) * share, getattr(costs, name)) for costs in by_size]
+
+        count = len(sizes)
+        of_operator = np.stack(
+            [
+                self.table.state_bytes,
+                self.table.trainable_bytes,
+                self.table.has_backward,
+                alone,
+                np.where(alone, whole.forward_s * share, 0.0),
+                np.where(alone, whole.saved_bytes * share, 0.0),
+                *each_size("forward_s"),
+                *each_size("backward_s"),
+                *each_size("saved_bytes"),
+            ]
+        )
+        state, trainable, has_backward, is_batch_wise, once_s, once_bytes, *rest = self._runs(of_operator)
         size = setting.micro_batch_size
         return Sums(
-            state_bytes=self._runs(self.table.state_bytes),
-            trainable_bytes=self._runs(self.table.trainable_bytes),
-            has_backward=self._runs(self.table.has_backward.astype(np.float64)) > 0,
-            is_batch_wise=self._runs(alone.astype(np.float64)) > 0,
-            received_bytes=self._received[0].num_bytes(size),
-            returned_bytes=self._received[1].num_bytes(size),
-            sent_bytes=self._sent[0].num_bytes(size),
-            awaited_bytes=self._sent[1].num_bytes(size),
-            forward_s=np.stack([self._runs(np.where(alone, whole.forward_s * share, c.forward_s)) for c in by_size]),
-            backward_s=np.stack([self._runs(np.where(alone, whole.backward_s * share, c.backward_s)) for c in by_size]),
-            saved_bytes=np.stack(
-                [self._runs(np.where(alone, whole.saved_bytes * share, c.saved_bytes)) for c in by_size]
-            ),
-            batch_wise_forward_s=self._runs(np.where(alone, whole.forward_s * share, 0.0)),
-            batch_wise_saved_bytes=self._runs(np.where(alone, whole.saved_bytes * share, 0.0)),
+            state_bytes=state,
+            trainable_bytes=trainable,
+            has_backward=has_backward > 0,
+            is_batch_wise=is_batch_wise > 0,
+            received_bytes=self._received.num_bytes(size),
+            returned_bytes=self._returned.num_bytes(size),
+            sent_bytes=self._sent.num_bytes(size),
+            awaited_bytes=self._awaited.num_bytes(size),
+            forward_s=np.stack(rest[:count]),
+            backward_s=np.stack(rest[count : 2 * count]),
+            saved_bytes=np.stack(rest[2 * count :]),
+            batch_wise_forward_s=once_s,
+            batch_wise_saved_bytes=once_bytes,
         )
 
     def _runs(self, of_operator: Floats) -> Floats:
-        by_item = np.array([of_operator[list(unit)].sum() for unit in self.units])
-        before = np.concatenate([[0.0], np.cumsum(by_item)])
-        return np.asarray(np.maximum(before[None, :] - before[:, None], 0.0), dtype=np.float64)
+        """Return ``[..., n + 1, n + 1]`` the sums over all runs of what is known of operators."""
+        order = [operator for unit in self.units for operator in unit]
+        starts = np.cumsum([0, *(len(unit) for unit in self.units[:-1])])
+        by_item = np.add.reduceat(of_operator[:, order], starts, axis=1)
+        before = np.zeros((len(of_operator), len(self.units) + 1))
+        np.cumsum(by_item, axis=1, out=before[:, 1:])
+        found = before[:, None, :] - before[:, :, None]
+        return np.maximum(found, 0.0, out=found)
 
     @cached_property
-    def _received(self) -> tuple[_Bytes, _Bytes]:
-        """What every run reads that is made elsewhere, and the part of it that carries a gradient."""
-        n = len(self.units)
-        found = (_Bytes(n), _Bytes(n))
-        for value, made, read in self._values():
+    def _received(self) -> _Bytes:
+        """What every run reads that is made elsewhere."""
+        return self._reads(self._values())
+
+    @cached_property
+    def _returned(self) -> _Bytes:
+        """The part of it whose gradient goes back."""
+        return self._reads([each for each in self._values() if each[0].carries_gradient])
+
+    @cached_property
+    def _sent(self) -> _Bytes:
+        """What every run makes that is read elsewhere."""
+        return self._makes(self._values(with_readers_outside=True))
+
+    @cached_property
+    def _awaited(self) -> _Bytes:
+        """The part of it whose gradient comes back."""
+        return self._makes([each for each in self._values(with_readers_outside=True) if each[0].carries_gradient])
+
+    def _reads(self, values: Iterable[tuple[Value, int, list[int]]]) -> _Bytes:
+        found = _Bytes(len(self.units))
+        for value, made, read in values:
             start = made + 1
             for at in read:
                 # Runs that start after the producer, or after the reader before this one, and include this reader.
-                for each in found[: 1 + value.carries_gradient]:
-                    each.add(value, slice(start, at + 1), at + 1)
+                found.add(value, 1, start, at + 1, at + 1)
                 start = at + 1
         return found
 
-    @cached_property
-    def _sent(self) -> tuple[_Bytes, _Bytes]:
-        """What every run makes that is read elsewhere, and the part of it that carries a gradient."""
-        n = len(self.units)
-        found = (_Bytes(n), _Bytes(n))
-        for value, made, read in self._values(with_readers_outside=True):
-            if made < 0 or not read:
-                continue
-            # Runs that include the producer and stop before the last reader.
-            for each in found[: 1 + value.carries_gradient]:
-                each.add(value, slice(0, made + 1), made + 1)
-                each.remove(value, slice(0, made + 1), read[-1] + 1)
+    def _makes(self, values: Iterable[tuple[Value, int, list[int]]]) -> _Bytes:
+        found = _Bytes(len(self.units))
+        for value, made, read in values:
+            if made >= 0 and read:
+                # Runs that include the producer and stop before the last reader.
+                found.add(value, 1, 0, made + 1, made + 1)
+                found.add(value, -1, 0, made + 1, read[-1] + 1)
         return found
 
     def _values(self, *, with_readers_outside: bool = False) -> list[tuple[Value, int, list[int]]]:
@@ -114,28 +150,37 @@ class Line:
 class _Bytes:
     """Bytes over all runs, for one sample and for the part that does not depend on the batch.
 
-    Entries are collected as differences along the second axis.
+    They are collected as differences along both axes.
     """
 
     def __init__(self, num_items: int) -> None:
-        shape = (num_items + 1, num_items + 2)
-        self.per_sample = np.zeros(shape)
-        self.fixed = np.zeros(shape)
+        self.shape = (num_items + 1, num_items + 2)
+        self.where: list[int] = []
+        self.per_sample: list[float] = []
+        self.fixed: list[float] = []
 
-    def add(self, value: Value, starts: slice, first_stop: int) -> None:
-        """Count a value for all runs from `starts` that stop at `first_stop` or later."""
-        self.per_sample[starts, first_stop] += value.bytes_per_sample
-        self.fixed[starts, first_stop] += value.fixed_bytes
+    def add(self, value: Value, sign: int, start: int, end: int, first_stop: int) -> None:
+        """Count a value for all runs that start at `start` or later, before `end`, and stop at `first_stop` or later.
 
-    def remove(self, value: Value, starts: slice, first_stop: int) -> None:
-        """Count a value no longer for all runs from `starts` that stop at `first_stop` or later."""
-        self.per_sample[starts, first_stop] -= value.bytes_per_sample
-        self.fixed[starts, first_stop] -= value.fixed_bytes
+        Args:
+            value: The value.
+            sign: -1 to count it no longer.
+            start: The first start.
+            end: After the last start.
+            first_stop: The first stop.
+        """
+        width = self.shape[1]
+        self.where += (start * width + first_stop, end * width + first_stop)
+        self.per_sample += (sign * value.bytes_per_sample, -sign * value.bytes_per_sample)
+        self.fixed += (sign * value.fixed_bytes, -sign * value.fixed_bytes)
 
     def num_bytes(self, num_samples: int) -> Floats:
         """Return ``[n + 1, n + 1]`` the bytes for a number of samples."""
-        found = np.cumsum(self.per_sample * num_samples + self.fixed, axis=1)[:, :-1]
-        return np.asarray(found, dtype=np.float64)
+        each = np.array(self.per_sample, dtype=np.float64) * num_samples + np.array(self.fixed, dtype=np.float64)
+        steps = np.bincount(np.array(self.where, dtype=np.int64), each, self.shape[0] * self.shape[1])
+        found: Floats = steps.astype(np.float64).reshape(self.shape)[:, :-1].cumsum(axis=0).cumsum(axis=1)
+        np.maximum(found, 0.0, out=found)
+        return found
 
 
 def combine(each: Sequence[Sums], counts: NDArray[np.int64], shared: Sequence[SharedInput]) -> Sums:

@@ -2,7 +2,7 @@
 
 from graphpipe.schedule.costs import ModelCosts, TaskCosts, UniformCosts
 from graphpipe.schedule.dependencies import Piece, dependencies, pieces
-from graphpipe.schedule.kfkb import gpipe, in_flight_limits, kfkb, limits_of
+from graphpipe.schedule.kfkb import fitted_limits, gpipe, in_flight_limits, kfkb, limits_of
 from graphpipe.schedule.task import DeviceOrder, Phase, Schedule, Task, check_schedule, device_groups
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "check_schedule",
     "dependencies",
     "device_groups",
+    "fitted_limits",
     "gpipe",
     "in_flight_limits",
     "kfkb",

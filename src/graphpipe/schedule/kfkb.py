@@ -12,9 +12,12 @@ from collections.abc import Sequence
 
 from graphpipe.errors import DeadlockError
 from graphpipe.schedule.costs import TaskCosts, UniformCosts
-from graphpipe.schedule.play import Play, play, timed_stages
+from graphpipe.schedule.play import Play, TimedStages, play, timed_stages
 from graphpipe.schedule.task import DeviceOrder, Phase, Schedule, Task, device_groups
 from graphpipe.stage import StageGraph
+
+# Makespans that differ by less are the same.
+SAME = 1e-9
 
 
 def in_flight_limits(stages: StageGraph, k: Sequence[int] | int = 1) -> tuple[int, ...]:
@@ -112,6 +115,47 @@ def _check_complete(stages: StageGraph, played: Play, rounds: Sequence[int], lim
                 f"stage {x} stops after {played.forwards[x]} of {count} forward passes: its limit of {limits[x]} "
                 f"samples in flight is too low; the least that is always enough is {enough}"
             )
+
+
+def fitted_limits(timed: TimedStages, rounds: Sequence[int], most: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the smallest limits with which a pipeline is as fast as with the largest ones.
+
+    The limits of `in_flight_limits` are just enough for equal stages that exchange messages in no time. Transfers,
+    unequal stages and unequal micro-batches may need more, or get along with less. From the sinks back, each stage gets
+    the smallest limit that keeps the makespan, until none can be lowered by a micro-batch.
+
+    Args:
+        timed: The stages.
+        rounds: ``[stages]`` passes in a round.
+        most: ``[stages]`` the largest limits that are possible; by default the whole mini-batch.
+
+    Returns:
+        ``[stages]`` samples.
+    """
+    sizes, batch = timed.sizes, timed.mini_batch_size
+    links = [(edge.source, edge.target) for edge in timed.edges]
+    limits = [batch] * len(sizes) if most is None else list(most)
+    closed = [min(limit, high) for limit, high in zip(limits_of(sizes, links, batch, rounds), limits, strict=True)]
+    goal_s = play(timed, rounds, limits).makespan_s
+    closed_s = play(timed, rounds, closed).makespan_s
+    if closed_s <= goal_s * (1 + SAME):
+        # Room may even be harmful: a forward pass starts just before a backward pass could.
+        limits, goal_s = closed, closed_s
+
+    def is_enough(x: int, limit: int) -> bool:
+        tried = [*limits[:x], limit, *limits[x + 1 :]]
+        played = play(timed, rounds, tried)
+        return played.is_complete(timed) and played.makespan_s <= goal_s * (1 + SAME)
+
+    is_settled = False
+    while not is_settled:
+        is_settled = True
+        for x in reversed(range(len(sizes))):
+            steps = range(rounds[x] * sizes[x], limits[x], sizes[x])
+            lower = next((limit for limit in steps if is_enough(x, limit)), None)
+            if lower is not None:
+                limits[x], is_settled = lower, False
+    return tuple(limits)
 
 
 def gpipe(stages: StageGraph, costs: TaskCosts | None = None) -> Schedule:

@@ -150,6 +150,15 @@ class Play:
     backwards: tuple[int, ...]
     makespan_s: float
 
+    def is_complete(self, timed: TimedStages) -> bool:
+        """Return whether every pass of these stages ran."""
+        return all(
+            f == count and b == count * has_backward
+            for f, b, count, has_backward in zip(
+                self.forwards, self.backwards, timed.counts, timed.has_backward, strict=True
+            )
+        )
+
 
 def play(timed: TimedStages, rounds: Sequence[int], limits: Sequence[int]) -> Play:
     """Play a pipeline through once: each group of devices runs one task at a time, as early as it may.
