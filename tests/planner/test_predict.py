@@ -12,6 +12,7 @@ from graphpipe.cost import Profile
 from graphpipe.estimate import estimate
 from graphpipe.graph import ComputationGraph, Operator, Value
 from graphpipe.planner.base import PlanningProblem, scheduled
+from graphpipe.planner.predict import Prediction, predict
 from graphpipe.stage import Stage, StageGraph
 from tests.planner.sketches import sketch
 
@@ -35,21 +36,26 @@ def pipeline(depth: int, mini_batch_size: int, latency_s: float = 0.0) -> tuple[
     return problem, StageGraph(graph, stages, mini_batch_size)
 
 
+def guess(problem: PlanningProblem, stages: StageGraph) -> Prediction:
+    found = sketch(problem, stages)
+    return predict(found.timed, found.limits)
+
+
 @given(st.integers(1, 5), st.integers(1, 12))
 @settings(deadline=None)
 def test_balanced_chains_are_guessed_exactly(depth: int, count: int) -> None:
     problem, stages = pipeline(depth, count)
-    guess = sketch(problem, stages).predicted
-    assert guess.iteration_s == pytest.approx(3 * (count + depth - 1))
-    assert guess.bottleneck_s == pytest.approx(3 * count)
+    guessed = guess(problem, stages)
+    assert guessed.iteration_s == pytest.approx(3 * (count + depth - 1))
+    assert guessed.bottleneck_s == pytest.approx(3 * count)
     simulated = estimate(scheduled(problem, stages.stages, planner="test"))
-    assert guess.iteration_s == pytest.approx(simulated.iteration_s)
+    assert guessed.iteration_s == pytest.approx(simulated.iteration_s)
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_latency_limits_what_comes_back_from_a_round_trip(depth: int) -> None:
     problem, stages = pipeline(depth, 40, latency_s=0.5)
-    guess_s = sketch(problem, stages).predicted.iteration_s
+    guess_s = guess(problem, stages).iteration_s
     simulated = estimate(scheduled(problem, stages.stages, planner="test"))
     # Without latency the guess would be 3 * (40 + depth - 1).
     assert simulated.iteration_s > 3 * (40 + depth - 1) * 1.1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from graphpipe.errors import PlanningError
@@ -14,8 +14,9 @@ from graphpipe.planner.sketch import Sketch, Sketcher
 from graphpipe.stage import StageOrder
 from graphpipe.strategy import Strategy
 
-# More samples in flight than the least are only worth their memory when an iteration is shorter by this share.
-WORTH_ROOM = 0.002
+# So many plans are simulated, while the next one may be faster by more than this share.
+SIMULATED_PLANS = 4
+WORTH_A_LOOK = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,14 +75,9 @@ def simulated(
     """
     sketch = plan.sketch
     stages = stage_graph(problem, plan.plan, sketch.devices).stages
-    tried: list[Sequence[int]] = []
-    if sketch.roomy_s < sketch.played_s * (1 - WORTH_ROOM):
-        sizes = sketch.timed.sizes
-        between = [
-            b + (a - b) // 2 // size * size for a, b, size in zip(sketch.fitted, sketch.limits, sizes, strict=True)
-        ]
-        tried = [sketch.fitted, between]
-    for limits in (*tried, sketch.limits):
+    steps = zip(sketch.limits, sketch.fitted, sketch.timed.sizes, strict=True)
+    between = tuple(least + max(0, most - least) // 2 // size * size for least, most, size in steps)
+    for limits in dict.fromkeys((sketch.fitted, between, sketch.limits)):
         strategy = scheduled(problem, stages, planner=planner, k=k, limits=limits, order=order)
         found = estimate(strategy)
         try:
@@ -90,6 +86,37 @@ def simulated(
             continue
         return Simulated(plan, strategy, found)
     return None
+
+
+def best_simulated(
+    problem: PlanningProblem,
+    ranked: Iterable[Candidate],
+    planner: str,
+    k: int,
+    order: StageOrder = StageOrder.GRAPH,
+    num_plans: int = SIMULATED_PLANS,
+) -> Simulated | None:
+    """Return the best of some plans by simulation, or None where none fits into memory.
+
+    Args:
+        problem: The problem.
+        ranked: The plans, best first.
+        planner: Who made them.
+        k: Passes in a round.
+        order: What their stages wait for.
+        num_plans: How many are simulated at most, once one fits.
+    """
+    best: Simulated | None = None
+    for number, plan in enumerate(ranked):
+        if best is not None:
+            # What memory allows may be slower than what was played.
+            is_over = plan.sketch.played_s > best.estimate.iteration_s * (1 - WORTH_A_LOOK)
+            if is_over or number >= num_plans:
+                break
+        found = simulated(problem, plan, planner, k, order)
+        if found is not None and (best is None or found.estimate.iteration_s < best.estimate.iteration_s):
+            best = found
+    return best
 
 
 def with_sizes_of_stages(sketcher: Sketcher, plan: Candidate) -> Iterator[Candidate]:

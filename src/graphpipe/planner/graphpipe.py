@@ -13,22 +13,29 @@ from graphpipe.graph.series_parallel import decompose, knots_of
 from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.bounds import lower_bound, nothing_fits
-from graphpipe.planner.candidates import Candidate, Simulated, simulated, variants, with_sizes_of_stages
+from graphpipe.planner.candidates import (
+    SIMULATED_PLANS,
+    Candidate,
+    Simulated,
+    best_simulated,
+    variants,
+    with_sizes_of_stages,
+)
 from graphpipe.planner.costs import RecomputePolicy
 from graphpipe.planner.draft import Draft, draft
 from graphpipe.planner.improve import Budget, changed
 from graphpipe.planner.layout import Chain, lay_out, line
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
-from graphpipe.planner.search import COARSE_PRECISION, DOUBT, PRECISION, Search, make_setting
+from graphpipe.planner.search import COARSE_PRECISION, DOUBT, PRECISION, SLACKS, Search, make_setting
 from graphpipe.planner.sketch import Sketcher
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
 
 # What may be spent on changes of the best plan.
-CHANGE_BUDGET = 6000
-# Of so many best plans it is asked what more samples in flight would do.
-ROOMY_PLANS = 4
+CHANGE_BUDGET = 12_000
+# Where none of its changes is better, the next best plans are changed, up to so many.
+CHANGED_PLANS = 4
 # Schedules are played through until they have had so many tasks, but at least one.
 PLAYED_TASKS = 16_000
 
@@ -106,19 +113,23 @@ class _Planning:
             self._search(recompute)
             ranked = self._ranked()
             searched_s = time.perf_counter() - self.started_s
-            for plan in ranked:
-                found = simulated(self.problem, plan, self.planner.name, self.planner.k)
-                if found is not None:
-                    return self._finished(found, searched_s)
+            # The first that fits has the best bottleneck; the best time takes a comparison.
+            count = SIMULATED_PLANS if self._is_by_time else 1
+            best = best_simulated(self.problem, ranked, self.planner.name, self.planner.k, num_plans=count)
+            if best is not None:
+                return self._finished(best, searched_s)
             self.candidates.clear()
             self.known.clear()
             self.ruled_out.clear()
         raise nothing_fits(self.table, self.layouts, _attempts(self.planner.recompute)[-1])
 
+    @property
+    def _is_by_time(self) -> bool:
+        return self.planner.objective is Objective.ITERATION_TIME
+
     def value(self, plan: Candidate) -> float:
         """Return what is minimised, by the guess."""
-        by_time = self.planner.objective is Objective.ITERATION_TIME
-        return plan.predicted.iteration_s if by_time else plan.predicted.bottleneck_s
+        return plan.predicted.iteration_s if self._is_by_time else plan.predicted.bottleneck_s
 
     def _is_late(self) -> bool:
         limit_s = self.planner.time_limit_s
@@ -148,11 +159,12 @@ class _Planning:
             self._collect(size, pieces)
         # A device that works on every micro-batch for the target takes that long at least.
         best_s = min((self.value(plan) for plan in self.candidates), default=search.slowest_s() * count)
-        precision = COARSE_PRECISION if self.planner.objective is Objective.ITERATION_TIME else PRECISION
+        precision = COARSE_PRECISION if self._is_by_time else PRECISION
         target_s = search.least_target_s(self.bound.work_s / count, best_s / count, precision)
         if target_s is None:
             return False
-        for found in search.near(target_s, lambda target_s: self._is_worth(target_s * count)):
+        slacks = SLACKS if self._is_by_time else SLACKS[:1]
+        for found in search.near(target_s, lambda target_s: self._is_worth(target_s * count), slacks):
             self._collect(size, found.pieces)
         return True
 
@@ -176,27 +188,31 @@ class _Planning:
 
     def _ranked(self) -> list[Candidate]:
         """Return all plans, best first: those that were played through by what that showed, then by their guesses."""
-        if self.planner.objective is Objective.BOTTLENECK:
+        if not self._is_by_time:
             return sorted(self.candidates, key=lambda plan: (self.value(plan), plan.predicted.iteration_s))
         played = _Played(self.value)
         played.add(self.candidates)
         budget = Budget(CHANGE_BUDGET)
-        while (best := played.best) is not None and played.tasks_left > 0 and budget.left > 0 and not self._is_late():
-            changes = changed(self.sketcher, best)
+        tried: set[Draft] = set()
+        while budget.left > 0 and played.tasks_left > 0 and not self._is_late():
+            # From the best plan that was not changed yet: the best of all may be a dead end.
+            start = next((plan for plan in played.ranked[:CHANGED_PLANS] if plan.plan not in tried), None)
+            if start is None:
+                break
+            tried.add(start.plan)
+            changes = changed(self.sketcher, start)
             if self.planner.per_stage_micro_batches:
-                changes = itertools.chain(with_sizes_of_stages(self.sketcher, best), changes)
+                changes = itertools.chain(with_sizes_of_stages(self.sketcher, start), changes)
             affordable = []
             for each in changes:
-                affordable.append(each)
+                if each.plan not in self.known:
+                    self.known.add(each.plan)
+                    affordable.append(each)
                 if not budget.spend(each):
                     break
             played.add(affordable)
-            if played.best is best:
-                break
         known = {id(plan) for plan in played.ranked}
-        first, rest = played.ranked[:ROOMY_PLANS], played.ranked[ROOMY_PLANS:]
-        first.sort(key=lambda plan: min(plan.sketch.played_s, plan.sketch.roomy_s))
-        return [*first, *rest, *(plan for plan in sorted(self.candidates, key=self.value) if id(plan) not in known)]
+        return [*played.ranked, *(plan for plan in sorted(self.candidates, key=self.value) if id(plan) not in known)]
 
     def _finished(self, best: Simulated, searched_s: float) -> Strategy:
         best_size = best.candidate.micro_batch_size
@@ -225,14 +241,18 @@ class _Played:
     def add(self, plans: Iterable[Candidate]) -> None:
         """Play plans through, best guess first, while there is time and the guess is below the best plan's time.
 
-        A guess leaves out some of the waiting, so it is rarely above what playing shows.
+        A guess leaves out some of the waiting, so it is rarely above what playing shows. Schedules are played without
+        limits: what samples in flight are needed for that is found out for the best plan in the end.
         """
         for plan in sorted(plans, key=self.value):
-            if self.best is not None and (self.tasks_left < 0 or self.value(plan) > self.best.sketch.played_s):
-                break
+            if self.best is not None and not self.best.sketch.is_too_large:
+                if self.tasks_left < 0 or self.value(plan) > self.best.sketch.played_s:
+                    break
+                if plan.sketch.is_too_large:
+                    continue
             self.tasks_left -= plan.sketch.played_tasks
             self.ranked.append(plan)
-            self.ranked.sort(key=lambda each: each.sketch.played_s)
+            self.ranked.sort(key=lambda each: (each.sketch.is_too_large, each.sketch.played_s))
 
 
 def _attempts(policy: RecomputePolicy) -> tuple[tuple[Recompute, ...], ...]:

@@ -1,8 +1,7 @@
-"""Small changes of a plan, kept while the guess of its time gets better.
+"""Small changes of a plan, for what the tables of fewest devices do not see.
 
-The tables of fewest devices see the busiest stage and the depth, not how long a sample takes to come through. With few
-micro-batches that is what counts, so the best plans are tried with more replicas, fewer stages, and operators moved to
-the next stage.
+They know the busiest stage and the depth, not how long a sample takes to come through. With few micro-batches that is
+what counts, so the best plans are tried with more replicas, fewer stages, and operators moved to the next stage.
 """
 
 from __future__ import annotations

@@ -23,10 +23,12 @@ class Prediction:
         iteration_s: Seconds a mini-batch.
         bottleneck_s: Seconds that the busiest device, or its outgoing link, works on a mini-batch, with its reduction
             of gradients.
+        load_s: The same without the reduction.
     """
 
     iteration_s: float
     bottleneck_s: float
+    load_s: float
 
 
 def predict(timed: TimedStages, limits: Sequence[int]) -> Prediction:
@@ -60,7 +62,7 @@ def predict(timed: TimedStages, limits: Sequence[int]) -> Prediction:
             hops_s = edge.sent_s + edge.returned_s + 2 * edge.latency_s
             passes = min(counts[x], -(-sizes[y] // sizes[x])) - 1
             back_s[x] = max(back_s[x], passes * forward_s[x] + trip_s + hops_s)
-    longest = busiest = 0.0
+    longest = busiest = most_loaded = 0.0
     for held in timed.groups:
         load = link = 0.0
         for x in held:
@@ -75,4 +77,5 @@ def predict(timed: TimedStages, limits: Sequence[int]) -> Prediction:
         first, last = min(start_s[x] for x in held), min(finish_s[x] for x in held)
         longest = max(longest, first + max(load, link) + max(last, *(reduce_s[x] for x in held)))
         busiest = max(busiest, max(load, link) + sum(reduce_s[x] for x in held))
-    return Prediction(longest, busiest)
+        most_loaded = max(most_loaded, load, link)
+    return Prediction(longest, busiest, most_loaded)

@@ -157,15 +157,18 @@ class TargetSearch(ABC):
                 low_s = middle_s
         return high_s
 
-    def near(self, target_s: float, worth: Callable[[float], bool]) -> Iterator[Found]:
+    def near(
+        self, target_s: float, worth: Callable[[float], bool], slacks: Sequence[float] = SLACKS
+    ) -> Iterator[Found]:
         """Yield the plans near the least target, at each slack.
 
         Args:
             target_s: The least target.
             worth: Whether plans with such a target are worth a look.
+            slacks: By how much more than the least target.
         """
         known: set[tuple[Piece, ...]] = set()
-        for slack in SLACKS:
+        for slack in slacks:
             if not worth(target_s * slack):
                 return
             solution = self.solve(target_s * slack)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.bounds import lower_bound
-from graphpipe.planner.candidates import Candidate, simulated
+from graphpipe.planner.candidates import Candidate, best_simulated
 from graphpipe.planner.draft import Draft, draft_in_sequence
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
@@ -84,8 +84,7 @@ class SequentialPlanning:
         played = sorted(guessed[:PLAYED_PLANS], key=lambda plan: plan.sketch.played_s)
         searched_s = time.perf_counter() - self.started_s
         ranked = (*played, *guessed[PLAYED_PLANS:])
-        simulations = (simulated(self.problem, plan, self.planner, 1, StageOrder.CHAIN) for plan in ranked)
-        best = next((found for found in simulations if found is not None), None)
+        best = best_simulated(self.problem, ranked, self.planner, 1, StageOrder.CHAIN)
         if best is None:
             return None
         strategy, found = best.strategy, best.estimate

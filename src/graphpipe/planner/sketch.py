@@ -7,7 +7,7 @@ messages, are made for the few that are worth it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from graphpipe.cost.collectives import ring_all_reduce_s
 from graphpipe.graph import Value
 from graphpipe.planner.base import PlanningProblem
+from graphpipe.planner.costs import RECEIVE_BUFFERS, SEND_BUFFERS
 from graphpipe.planner.draft import Draft, Splitter
-from graphpipe.planner.operators import Floats
+from graphpipe.planner.operators import Floats, OperatorTable
 from graphpipe.planner.placement import Traffic, place
 from graphpipe.planner.predict import Prediction, predict
 from graphpipe.schedule import fitted_limits, limits_of
@@ -28,7 +29,7 @@ from graphpipe.stage import Recompute, StageOrder, turn
 Ints = NDArray[np.int64]
 
 # Of a long schedule, as many micro-batches as fill its longest path are played, this many times, and twice as many.
-PLAYED_ROUNDS = 2
+PLAYED_ROUNDS = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,9 @@ class Sketch:
         plan: The draft.
         devices: The devices of each group of stages.
         timed: Its tasks and messages.
-        limits: ``[stages]`` samples in flight.
+        limits: ``[stages]`` samples in flight that are just enough for equal stages.
+        most: ``[stages]`` samples in flight that memory allows, about; at least the limits.
+        is_too_large: Whether a device lacks the memory for the limits, about.
         rounds: ``[stages]`` passes in a round.
         predicted: What it is guessed to take.
     """
@@ -48,6 +51,8 @@ class Sketch:
     devices: dict[int, tuple[int, ...]]
     timed: TimedStages
     limits: tuple[int, ...]
+    most: tuple[int, ...]
+    is_too_large: bool
     rounds: tuple[int, ...]
     predicted: Prediction
 
@@ -66,35 +71,27 @@ class Sketch:
 
     @cached_property
     def played_s(self) -> float:
-        """Seconds of an iteration when its schedule is played through.
+        """Seconds of an iteration when its schedule is played through, with as many samples in flight as it likes.
 
         A long schedule repeats itself once the pipeline is full, so only its beginning is played, twice, and the rest
-        is what the longer one took more.
+        is what the longer one took more, and no less than what the busiest device has to do.
         """
-        return self._extrapolated_s(
-            lambda timed: limits_of(timed.sizes, self.links, timed.mini_batch_size, self.rounds)
-        )
-
-    @cached_property
-    def roomy_s(self) -> float:
-        """The same without limits."""
-        return self._extrapolated_s(lambda timed: (timed.mini_batch_size,) * len(timed.sizes))
+        batch, short = self.timed.mini_batch_size, self._shortened
+        if short is None:
+            return self._play_s(batch)
+        first_s, second_s = self._play_s(short // 2), self._play_s(short)
+        each_s = max((second_s - first_s) / (short - short // 2), self.predicted.load_s / batch)
+        return second_s + each_s * (batch - short)
 
     @cached_property
     def fitted(self) -> tuple[int, ...]:
-        """``[stages]`` the smallest limits with which it is as fast as without limits."""
-        return fitted_limits(self._of(self._shortened or self.timed.mini_batch_size), self.rounds)
+        """``[stages]`` the smallest limits with which it is as fast as with `most`."""
+        batch = self._shortened or self.timed.mini_batch_size
+        return fitted_limits(self._of(batch), self.rounds, [min(batch, limit) for limit in self.most])
 
-    def _extrapolated_s(self, limits: Callable[[TimedStages], Sequence[int]]) -> float:
-        def play_s(mini_batch_size: int) -> float:
-            timed = self._of(mini_batch_size)
-            return play(timed, self.rounds, limits(timed)).makespan_s
-
-        batch, short = self.timed.mini_batch_size, self._shortened
-        if short is None:
-            return play_s(batch)
-        first_s, second_s = play_s(short // 2), play_s(short)
-        return second_s + (second_s - first_s) * (batch - short) / (short - short // 2)
+    def _play_s(self, mini_batch_size: int) -> float:
+        timed = self._of(mini_batch_size)
+        return play(timed, self.rounds, [min(mini_batch_size, limit) for limit in self.most]).makespan_s
 
     @cached_property
     def _shortened(self) -> int | None:
@@ -154,10 +151,9 @@ class Sketcher:
         self.order = order
         graph, index = problem.graph, problem.graph.index
         self.splitter = Splitter(graph)
-        self._costs: dict[int, tuple[Floats, Floats]] = {}
+        self.table = OperatorTable(problem)
+        self._costs: dict[int, tuple[Floats, Floats, Floats]] = {}
         self._known_shares: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float, float]] = {}
-        self.trainable_bytes = np.array([o.trainable_bytes for o in graph.operators], dtype=np.float64)
-        self.has_backward = np.array([o.has_backward for o in graph.operators], dtype=np.float64)
         reads = [(v, index[value.producer], index[c]) for v, value in enumerate(graph.values) for c in value.consumers]
         self.value = [v for v, _, _ in reads]
         self.maker: Ints = np.array([made for _, made, _ in reads], dtype=np.int64)
@@ -172,7 +168,7 @@ class Sketcher:
             owner[list(stage.operators)] = x
         sizes = [stage.micro_batch_size for stage in stages]
         counts = [-(-problem.mini_batch_size // size) for size in sizes]
-        has_backward = [bool(each) for each in np.bincount(owner, self.has_backward, count)]
+        has_backward = [bool(each) for each in np.bincount(owner, self.table.has_backward, count)]
         local = [-(-stage.micro_batch_size // stage.choice.num_replicas) for stage in stages]
         rest = [
             -(-(problem.mini_batch_size - (n - 1) * stage.micro_batch_size) // stage.choice.num_replicas)
@@ -180,7 +176,7 @@ class Sketcher:
         ]
         passed = self._passed(owner, count)
         devices = place(problem.cluster, plan, self._traffic(plan, passed))
-        trainable = np.bincount(owner, self.trainable_bytes, count)
+        trainable = np.bincount(owner, self.table.trainable_bytes, count)
         reduce_s = [
             ring_all_reduce_s(
                 float(trainable[x]), stage.choice.num_replicas, problem.cluster.slowest_link(devices[stage.group])
@@ -197,24 +193,67 @@ class Sketcher:
             groups=groups,
             has_backward=has_backward,
             pass_s=self._passes(plan, owner, local),
-            last_pass_s=self._passes(plan, owner, rest),
+            last_pass_s=self._passes(plan, owner, local if rest == local else rest),
             edges=self._edges(plan, passed, devices, has_backward),
             reduce_s=reduce_s,
         )
         rounds = (self.k,) * count
         links = [(edge.source, edge.target) for edge in timed.edges]
         limits = limits_of(sizes, links, problem.mini_batch_size, rounds)
-        return Sketch(plan, devices, timed, limits, rounds, predict(timed, limits))
+        most, is_too_large = self._most(plan, owner, timed, limits, passed)
+        return Sketch(plan, devices, timed, limits, most, is_too_large, rounds, predict(timed, most))
+
+    def _most(
+        self,
+        plan: Draft,
+        owner: Ints,
+        timed: TimedStages,
+        limits: Sequence[int],
+        passed: Mapping[tuple[int, int], _Passed],
+    ) -> tuple[tuple[int, ...], bool]:
+        """Return how many samples in flight memory allows, and whether it does not even allow the limits.
+
+        What a group of devices has left is spent on more of all of its stages' micro-batches alike.
+        """
+        stages, count = plan.stages, len(plan.stages)
+        replicas = [stage.choice.num_replicas for stage in stages]
+        state = np.bincount(owner, self.table.state_bytes, count)
+        held, once = [0.0] * count, [0.0] * count
+        for x, stage in enumerate(stages):
+            saved = float(self._at(-(-stage.micro_batch_size // replicas[x]))[2][list(stage.operators)].sum())
+            if stage.choice.recompute is Recompute.ALL:
+                once[x] = saved
+            else:
+                held[x] = saved
+        for (x, y), each in passed.items():
+            held[y] += (each.sent * timed.sizes[y] + each.sent_fixed) / replicas[y]
+            for z, buffers in ((y, SEND_BUFFERS), (x, RECEIVE_BUFFERS)):
+                num_bytes = (each.returned * timed.sizes[z] + each.returned_fixed) / replicas[z]
+                once[z] += min(timed.counts[z], buffers) * num_bytes
+        most = list(limits)
+        is_too_large = False
+        for group in timed.groups:
+            free = self.table.memory_bytes - sum(float(state[x]) + once[x] for x in group)
+            needed = sum(limits[x] / timed.sizes[x] * held[x] for x in group)
+            is_too_large |= free < needed
+            for x in group:
+                more = int(limits[x] * free / needed) if needed > 0 else timed.mini_batch_size
+                most[x] = min(timed.mini_batch_size, max(limits[x], more // timed.sizes[x] * timed.sizes[x]))
+        return tuple(most), is_too_large
+
+    def _at(self, size: int) -> tuple[Floats, Floats, Floats]:
+        """Return the seconds of both passes over `size` samples and the bytes that they keep, by operator."""
+        if size not in self._costs:
+            costs = self.problem.profile.at(size)
+            self._costs[size] = (costs.forward_s, costs.backward_s, costs.saved_bytes)
+        return self._costs[size]
 
     def _passes(self, plan: Draft, owner: Ints, local: Sequence[int]) -> tuple[list[float], list[float]]:
         """Return the seconds of a forward and of a backward pass of each stage."""
         count = len(plan.stages)
         by_size = {}
         for size in set(local):
-            if size not in self._costs:
-                costs = self.problem.profile.at(size)
-                self._costs[size] = (costs.forward_s, costs.backward_s)
-            by_size[size] = tuple(np.bincount(owner, of, count).tolist() for of in self._costs[size])
+            by_size[size] = tuple(np.bincount(owner, of, count).tolist() for of in self._at(size)[:2])
         forward = [by_size[size][0][x] for x, size in enumerate(local)]
         backward = [by_size[size][1][x] for x, size in enumerate(local)]
         for x, stage in enumerate(plan.stages):
