@@ -43,10 +43,12 @@ class Candidate:
 
 
 def variants(sketcher: Sketcher, plan: Draft, micro_batch_size: int) -> Iterator[Candidate]:
-    """Yield a draft as it is, and with its late joins and early forks as stages of their own."""
+    """Yield a draft as it is, and with parts that wait for less as stages of their own on the same devices."""
     splitter = sketcher.splitter
     joins = splitter.late_joins(plan)
-    for variant in dict.fromkeys((plan, joins, splitter.early_forks(plan), splitter.early_forks(joins))):
+    apart = splitter.components(plan)
+    split = (plan, joins, splitter.early_forks(plan), splitter.early_forks(joins))
+    for variant in dict.fromkeys((*split, apart, splitter.early_forks(splitter.late_joins(apart)))):
         yield Candidate(sketcher.sketch(variant), micro_batch_size)
 
 

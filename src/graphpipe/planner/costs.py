@@ -8,7 +8,7 @@ counted at their most, and messages take the link between nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -51,6 +51,17 @@ class Choice:
     recompute: Recompute
 
 
+@dataclass
+class Tally:
+    """How much a search has done.
+
+    Attributes:
+        transitions: Ways to go on that were weighed: a stage, or a way through a block, at one level.
+    """
+
+    transitions: int = 0
+
+
 @dataclass(frozen=True)
 class Setting:
     """What one search holds fixed.
@@ -62,6 +73,7 @@ class Setting:
             micro-batches, at the last level the whole mini-batch.
         choices: How a stage may run, by replicas.
         k: Passes in a round.
+        tally: What the search has done.
     """
 
     table: OperatorTable
@@ -69,6 +81,7 @@ class Setting:
     num_levels: int
     choices: tuple[Choice, ...]
     k: int = 1
+    tally: Tally = field(default_factory=Tally, compare=False)
 
     @property
     def num_micro_batches(self) -> int:

@@ -105,8 +105,34 @@ class Splitter:
 
     def __init__(self, graph: ComputationGraph) -> None:
         self.graph = graph
+        self._components: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._joins = _Direction(graph.predecessors, is_descending=False)
         self._forks = _Direction(graph.successors, is_descending=True)
+
+    def components(self, plan: Draft) -> Draft:
+        """Return a draft in which the parts of a stage that do not exchange anything are stages of their own.
+
+        A stage that holds parts of two branches waits for both before it does anything. On the same devices, but as two
+        stages, load and memory are the same, and neither branch waits for the other.
+        """
+        return self._divided(plan, [self._connected(stage.operators) for stage in plan.stages])
+
+    def _connected(self, operators: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        if operators not in self._components:
+            left, found = set(operators), []
+            for u in operators:
+                if u in left:
+                    left.remove(u)
+                    part, frontier = [u], [u]
+                    while frontier:
+                        v = frontier.pop()
+                        near = left & {*self.graph.successors[v], *self.graph.predecessors[v]}
+                        left -= near
+                        part += near
+                        frontier += near
+                    found.append(tuple(sorted(part)))
+            self._components[operators] = tuple(found)
+        return self._components[operators]
 
     def late_joins(self, plan: Draft) -> Draft:
         """Return a draft in which no stage waits for an input before it has work that needs it.
@@ -129,7 +155,9 @@ class Splitter:
         for x, stage in enumerate(plan.stages):
             for u in stage.operators:
                 owner[u] = x
-        parts = [direction.parts(stage.operators, owner) for stage in plan.stages]
+        return self._divided(plan, [direction.parts(stage.operators, owner) for stage in plan.stages])
+
+    def _divided(self, plan: Draft, parts: Sequence[Sequence[tuple[int, ...]]]) -> Draft:
         if all(len(each) == 1 for each in parts):
             return plan
         found = [

@@ -21,7 +21,7 @@ from graphpipe.planner.candidates import (
     variants,
     with_sizes_of_stages,
 )
-from graphpipe.planner.costs import RecomputePolicy
+from graphpipe.planner.costs import RecomputePolicy, Setting
 from graphpipe.planner.draft import Draft, draft
 from graphpipe.planner.improve import Budget, changed
 from graphpipe.planner.layout import Chain, lay_out, line
@@ -106,6 +106,7 @@ class _Planning:
         self.known: set[Draft] = set()
         self.by_size: dict[int, float] = {}
         self.ruled_out: list[int] = []
+        self.settings: list[Setting] = []
         self.sketcher = Sketcher(problem, planner.k)
 
     def strategy(self) -> Strategy:
@@ -160,6 +161,7 @@ class _Planning:
         # A device that works on every micro-batch for the target takes that long at least.
         best_s = min((self.value(plan) for plan in self.candidates), default=search.slowest_s() * count)
         precision = COARSE_PRECISION if self._is_by_time else PRECISION
+        self.settings.append(setting)
         target_s = search.least_target_s(self.bound.work_s / count, best_s / count, precision)
         if target_s is None:
             return False
@@ -222,6 +224,7 @@ class _Planning:
         notes["search_s"] = searched_s
         notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
         notes["candidates"] = len(self.candidates)
+        notes["transitions"] = sum(setting.tally.transitions for setting in self.settings)
         return replace(best.strategy, notes=notes)
 
 

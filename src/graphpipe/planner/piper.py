@@ -21,7 +21,7 @@ from graphpipe.planner.layout import line
 from graphpipe.planner.operators import Floats, OperatorTable
 from graphpipe.planner.search import Solution, TargetSearch, make_setting
 from graphpipe.planner.sequential import SequentialPlanning
-from graphpipe.planner.tables import NEVER, StageDevices
+from graphpipe.planner.tables import NEVER, StageDevices, least
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
 
@@ -204,11 +204,11 @@ class DownsetSearch(TargetSearch):
         found = np.full((last + 1, count), NEVER, dtype=np.int32)
         found[:, -1] = 0
         for level in range(1, last):
-            np.minimum(found[level - 1], (stages.at(level) + found[level - 1]).min(axis=1), out=found[level])
+            np.minimum(found[level - 1], least(self.setting, stages.at(level) + found[level - 1], 1), out=found[level])
         now = found[last]
         np.minimum(now, found[last - 1], out=now)
         for start in reversed(range(count - 1)):
-            now[start] = min(now[start], (stages.at(last)[start] + now).min())
+            now[start] = min(now[start], least(self.setting, stages.at(last)[start] + now, 0))
         return Solution(found[:, 0], lambda level: self._stages(stages, found, level))
 
     def _stages(self, stages: StageDevices, found: NDArray[np.int32], level: int) -> tuple[Piece, ...]:

@@ -34,6 +34,8 @@ class SequentialPlanning:
         problem: The problem.
         planner: The planner's name.
         plans: What was collected.
+        known: Their stages.
+        transitions: Ways to go on that the searches weighed.
     """
 
     problem: PlanningProblem
@@ -41,6 +43,7 @@ class SequentialPlanning:
     started_s: float = field(default_factory=time.perf_counter)
     plans: list[Candidate] = field(default_factory=list)
     known: set[Draft] = field(default_factory=set)
+    transitions: int = 0
 
     def __post_init__(self) -> None:
         self.sketcher = Sketcher(self.problem, order=StageOrder.CHAIN)
@@ -75,6 +78,7 @@ class SequentialPlanning:
         if target_s is not None:
             for found in search.near(target_s, lambda target_s: target_s * count <= self.best_guess_s * (1 + DOUBT)):
                 self.collect(found.pieces, size)
+        self.transitions += setting.tally.transitions
         if progress is not None:
             progress(f"{self.planner}, micro-batches of {size}: {self.best_guess_s:.4g} s an iteration at best so far")
 
@@ -94,6 +98,7 @@ class SequentialPlanning:
                 by_size.get(plan.micro_batch_size, float("inf")), plan.predicted.iteration_s
             )
         notes = plan_notes(self.problem, strategy, found, lower_bound(table), by_size)
+        notes["transitions"] = self.transitions
         notes["search_s"] = searched_s
         notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
         return replace(strategy, notes=notes)

@@ -39,6 +39,13 @@ Devices = NDArray[np.int32]
 NEVER = np.int32(1 << 20)
 
 
+def least(setting: Setting, sums: Devices, axis: int) -> Devices:
+    """Return the least of the ways to go on along an axis, and count them."""
+    setting.tally.transitions += sums.size
+    found: Devices = sums.min(axis=axis, initial=NEVER)
+    return found
+
+
 class StageDevices:
     """The fewest devices of stages by level, for one target.
 
@@ -125,21 +132,21 @@ class ChainTables:
         for level in range(1, last):
             now, before = found[:, level], found[:, level - 1]
             np.minimum(now, before, out=now)
-            np.minimum(now, (self.stages.at(level) + before[:, None, :]).min(axis=2), out=now)
+            np.minimum(now, least(self.setting, self.stages.at(level) + before[:, None, :], 2), out=now)
             for transit in self.transits:
                 ways = self._through(transit, level, level)
-                best = (ways + found[:, transit.block.afters[: len(ways)], transit.stop]).min(axis=1, initial=NEVER)
+                best = least(self.setting, ways + found[:, transit.block.afters[: len(ways)], transit.stop], 1)
                 now[:, transit.start] = np.minimum(now[:, transit.start], best)
         # At the last level a stage may follow one of the same level, so positions come one after the other.
         now = found[:, last]
         np.minimum(now, found[:, last - 1], out=now)
         stages = self.stages.at(last)
         for start in reversed(range(n)):
-            np.minimum(now[:, start], (stages[start] + now).min(axis=1), out=now[:, start])
+            np.minimum(now[:, start], least(self.setting, stages[start] + now, 1), out=now[:, start])
             for transit in self.transits:
                 if transit.start == start:
                     ways = self._through(transit, last, last + 1)
-                    best = (ways + found[:, transit.block.afters, transit.stop]).min(axis=1)
+                    best = least(self.setting, ways + found[:, transit.block.afters, transit.stop], 1)
                     now[:, start] = np.minimum(now[:, start], best)
         return np.minimum(found, NEVER)
 
@@ -156,14 +163,14 @@ class ChainTables:
         now = found[:, last]
         stages = self.stages.at(last)
         for stop in range(1, n + 1):
-            np.minimum(now[:, stop], (now + stages[:, stop]).min(axis=1), out=now[:, stop])
+            np.minimum(now[:, stop], least(self.setting, now + stages[:, stop], 1), out=now[:, stop])
             self._pass_blocks(found, last, stop)
         for after in reversed(range(last)):
             # The first stages are above what comes after them.
             now, above = found[after + 1 :, after], found[after + 1 :, after + 1]
             np.minimum(now, above, out=now)
             stages = self.stages.at(after + 1)
-            np.minimum(now, (above[:, :, None] + stages).min(axis=1), out=now)
+            np.minimum(now, least(self.setting, above[:, :, None] + stages, 1), out=now)
             for stop in {transit.stop for transit in self.transits}:
                 self._pass_blocks(found, after, stop)
         return np.minimum(found, NEVER)
@@ -172,7 +179,7 @@ class ChainTables:
         for transit in self.transits:
             if transit.stop == stop and after in transit.block.space.afters:
                 ways = transit.devices[:, transit.block.space.afters.index(after)]
-                best = (found[:, :, transit.start] + ways).min(axis=1)
+                best = least(self.setting, found[:, :, transit.start] + ways, 1)
                 found[:, after, stop] = np.minimum(found[:, after, stop], best)
 
 
@@ -224,7 +231,7 @@ class BlockTables:
             step = space.steps[state]
             best = self.singles[step.kind] + found[step.rest]
             if len(step.groups):
-                best = np.minimum(best, (self.group_ways[step.groups] + found[step.rests]).min(axis=0))
+                best = np.minimum(best, least(self.setting, self.group_ways[step.groups] + found[step.rests], 0))
             found[state] = np.minimum(best, NEVER)
         return found
 
@@ -236,7 +243,7 @@ class BlockTables:
         for level in range(last + 1 if kind.before else 0):
             # ``[before, length]``, the number of items before the block falling.
             forks = self.merged[q].at(self.setting.above(level))[: kind.before, inside]
-            found[level] = (forks[None] + suffix[:, level, None, 1:]).min(axis=2)
+            found[level] = least(self.setting, forks[None] + suffix[:, level, None, 1:], 2)
         return np.minimum(found[:, :, ::-1], NEVER)
 
     def _tails(self, q: int) -> Devices:
@@ -249,7 +256,7 @@ class BlockTables:
         for a, after in enumerate(self.space.afters):
             level = self.setting.above(after)
             joins = self.merged[q].at(level)[inside, kind.before + kind.length + 1 :]
-            found[:, a] = (prefix[:, level, : kind.length, None] + joins[None]).min(axis=1)
+            found[:, a] = least(self.setting, prefix[:, level, : kind.length, None] + joins[None], 1)
         return np.minimum(found, NEVER)
 
     def transits(self, num_items: int) -> list[Transit]:
