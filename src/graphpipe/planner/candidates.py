@@ -43,12 +43,10 @@ class Candidate:
 
 
 def variants(sketcher: Sketcher, plan: Draft, micro_batch_size: int) -> Iterator[Candidate]:
-    """Yield a draft as it is, and with parts that wait for less as stages of their own on the same devices."""
+    """Yield a draft as it is, and with its late joins and early forks as stages of their own."""
     splitter = sketcher.splitter
     joins = splitter.late_joins(plan)
-    apart = splitter.components(plan)
-    split = (plan, joins, splitter.early_forks(plan), splitter.early_forks(joins))
-    for variant in dict.fromkeys((*split, apart, splitter.early_forks(splitter.late_joins(apart)))):
+    for variant in dict.fromkeys((plan, joins, splitter.early_forks(plan), splitter.early_forks(joins))):
         yield Candidate(sketcher.sketch(variant), micro_batch_size)
 
 

@@ -177,8 +177,10 @@ class _Planning:
         return load_s <= best_s * (1 + DOUBT)
 
     def _collect(self, size: int, pieces: Sequence[Piece]) -> None:
-        plan = draft(self.problem, pieces, size)
-        if plan not in self.known:
+        found = draft(self.problem, pieces, size)
+        for plan in (found, self.sketcher.splitter.components(found)):
+            if plan in self.known:
+                continue
             self.known.add(plan)
             for each in variants(self.sketcher, plan, size):
                 self._keep(each)
