@@ -30,6 +30,8 @@ Ints = NDArray[np.int64]
 
 # Of a long schedule, as many micro-batches as fill its longest path are played, this many times, and twice as many.
 PLAYED_ROUNDS = 3
+# Samples in flight are reduced to what is needed while no more tasks than this are played for it.
+FITTED_TASKS = 200_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +89,7 @@ class Sketch:
     def fitted(self) -> tuple[int, ...]:
         """``[stages]`` the smallest limits with which it is as fast as with `most`."""
         batch = self._shortened or self.timed.mini_batch_size
-        return fitted_limits(self._of(batch), self.rounds, [min(batch, limit) for limit in self.most])
+        return fitted_limits(self._of(batch), self.rounds, [min(batch, limit) for limit in self.most], FITTED_TASKS)
 
     def _play_s(self, mini_batch_size: int) -> float:
         timed = self._of(mini_batch_size)

@@ -8,6 +8,7 @@ correctness.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from graphpipe.errors import DeadlockError
@@ -117,7 +118,9 @@ def _check_complete(stages: StageGraph, played: Play, rounds: Sequence[int], lim
             )
 
 
-def fitted_limits(timed: TimedStages, rounds: Sequence[int], most: Sequence[int] | None = None) -> tuple[int, ...]:
+def fitted_limits(
+    timed: TimedStages, rounds: Sequence[int], most: Sequence[int] | None = None, played_tasks: float = math.inf
+) -> tuple[int, ...]:
     """Return the smallest limits with which a pipeline is as fast as with the largest ones.
 
     The limits of `in_flight_limits` are just enough for equal stages that exchange messages in no time. Transfers,
@@ -128,34 +131,49 @@ def fitted_limits(timed: TimedStages, rounds: Sequence[int], most: Sequence[int]
         timed: The stages.
         rounds: ``[stages]`` passes in a round.
         most: ``[stages]`` the largest limits that are possible; by default the whole mini-batch.
+        played_tasks: After so many tasks have been played, limits are left as they are: large enough, maybe not the
+            smallest.
 
     Returns:
         ``[stages]`` samples.
     """
     sizes, batch = timed.sizes, timed.mini_batch_size
     links = [(edge.source, edge.target) for edge in timed.edges]
-    limits = [batch] * len(sizes) if most is None else list(most)
-    closed = [min(limit, high) for limit, high in zip(limits_of(sizes, links, batch, rounds), limits, strict=True)]
-    goal_s = play(timed, rounds, limits).makespan_s
-    closed_s = play(timed, rounds, closed).makespan_s
-    if closed_s <= goal_s * (1 + SAME):
-        # Room may even be harmful: a forward pass starts just before a backward pass could.
-        limits, goal_s = closed, closed_s
+    highest = [batch] * len(sizes) if most is None else list(most)
+    goal_s = play(timed, rounds, highest).makespan_s
+    closed = limits_of(sizes, links, batch, rounds)
+    limits = [min(limit, high) for limit, high in zip(closed, highest, strict=True)]
+    # Room may even be harmful: a forward pass starts just before a backward pass could.
+    found_s = play(timed, rounds, limits).makespan_s
+    more = 1
+    while found_s > goal_s * (1 + SAME) and limits != highest:
+        limits = [
+            min(high, limit + more * k * size)
+            for limit, high, k, size in zip(closed, highest, rounds, sizes, strict=True)
+        ]
+        found_s = play(timed, rounds, limits).makespan_s
+        more *= 2
 
     def is_enough(x: int, limit: int) -> bool:
-        tried = [*limits[:x], limit, *limits[x + 1 :]]
-        played = play(timed, rounds, tried)
-        return played.is_complete(timed) and played.makespan_s <= goal_s * (1 + SAME)
+        played = play(timed, rounds, [*limits[:x], limit, *limits[x + 1 :]])
+        return played.is_complete(timed) and played.makespan_s <= found_s * (1 + SAME)
 
     is_settled = False
     while not is_settled:
         is_settled = True
         for x in reversed(range(len(sizes))):
-            steps = range(rounds[x] * sizes[x], limits[x], sizes[x])
-            lower = next((limit for limit in steps if is_enough(x, limit)), None)
-            if lower is not None:
+            while limits[x] > rounds[x] * sizes[x]:
+                played_tasks -= 2 * sum(timed.counts)
+                lower = _lowered(limits[x], sizes[x])
+                if played_tasks < 0 or not is_enough(x, lower):
+                    break
                 limits[x], is_settled = lower, False
     return tuple(limits)
+
+
+def _lowered(limit: int, size: int) -> int:
+    """Return the next smaller limit that whole micro-batches can fill."""
+    return (limit - 1) // size * size
 
 
 def gpipe(stages: StageGraph, costs: TaskCosts | None = None) -> Schedule:
