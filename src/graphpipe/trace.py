@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from graphpipe.errors import GraphPipeError
@@ -68,15 +69,22 @@ class Trace:
     spans: tuple[Span, ...]
     peak_bytes: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def makespan_s(self) -> float:
         """Seconds from the start of the mini-batch to the end of the last span."""
         return max((span.stop_s for span in self.spans), default=0.0)
 
     def busy_s(self, device: int) -> float:
         """Return the seconds that a device spends in forward and backward passes."""
-        passes = (SpanKind.FORWARD, SpanKind.BACKWARD)
-        return sum(span.duration_s for span in self.spans if span.device == device and span.kind in passes)
+        return self._busy_s.get(device, 0.0)
+
+    @cached_property
+    def _busy_s(self) -> Mapping[int, float]:
+        found: dict[int, float] = {}
+        for span in self.spans:
+            if span.kind in {SpanKind.FORWARD, SpanKind.BACKWARD}:
+                found[span.device] = found.get(span.device, 0.0) + span.duration_s
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Return the trace as plain data."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from graphpipe.planner.operators import Floats, OperatorTable
 from graphpipe.stage import Recompute
 
 Ints = NDArray[np.int64]
+# No cluster is as deep as the largest of them.
+Levels = NDArray[np.int16]
 
 # Buffers of a stage, in micro-batches: receives are posted two passes ahead, and gradients on their way out are awaited
 # four passes later (the windows of `graphpipe.program.lower`, and the pass that runs).
@@ -149,8 +152,13 @@ class StageTables:
     """
 
     seconds: Floats
-    levels: Ints
+    levels: Levels
     only_last: NDArray[np.bool_]
+
+    @cached_property
+    def steps(self) -> Ints:
+        """The levels, ascending, at which some stage stops to fit."""
+        return np.unique(self.levels)
 
     def sliced(self, *where: slice) -> StageTables:
         """Return a part of the stages."""
@@ -166,17 +174,18 @@ def stage_tables(setting: Setting, sums: Sums, sizes: Sequence[int]) -> StageTab
         sums: The stages.
         sizes: What the first axis of the sums by size stands for.
     """
-    seconds, levels = [], []
+    shape = (len(setting.choices), *sums.is_batch_wise.shape)
+    seconds, levels = np.empty(shape), np.empty(shape, dtype=np.int16)
     mixes = bool(sums.is_batch_wise.any())
-    for choice in setting.choices:
+    for c, choice in enumerate(setting.choices):
         at = sizes.index(setting.local_size(choice.num_replicas))
-        seconds.append(_seconds(setting, sums, choice, at))
-        levels.append(_levels(setting, sums, choice, at))
+        seconds[c] = _seconds(setting, sums, choice, at)
+        levels[c] = _levels(setting, sums, choice, at)
         if choice.num_replicas > 1 and mixes:
-            seconds[-1][sums.is_batch_wise] = np.inf
-            levels[-1][sums.is_batch_wise] = 0
+            seconds[c][sums.is_batch_wise] = np.inf
+            levels[c][sums.is_batch_wise] = 0
     splits = setting.micro_batch_size < setting.table.problem.mini_batch_size
-    return StageTables(np.stack(seconds), np.stack(levels), sums.is_batch_wise & splits)
+    return StageTables(seconds, levels, sums.is_batch_wise & splits)
 
 
 def _seconds(setting: Setting, sums: Sums, choice: Choice, at: int) -> Floats:
@@ -200,7 +209,7 @@ def _seconds(setting: Setting, sums: Sums, choice: Choice, at: int) -> Floats:
     return found
 
 
-def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Ints:
+def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Levels:
     replicas, count, last, k = choice.num_replicas, setting.num_micro_batches, setting.num_levels, setting.k
     saved = sums.saved_bytes[at]
     received = sums.received_bytes / replicas
@@ -214,7 +223,7 @@ def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Ints:
     ahead = RECEIVE_BUFFERS * received
     found = (free - ahead) / np.maximum(each_round, 1e-9)
     np.clip(found, 0, last - 1, out=found)
-    levels: Ints = found.astype(np.int64)
+    levels: Levels = found.astype(np.int16)
     if (last - 1) * k + RECEIVE_BUFFERS > count:
         # There are no more receives than micro-batches, which the line above doesn't know.
         levels[(free >= (last - 1) * k * saved + count * received) & (free >= ahead)] = last - 1
@@ -222,5 +231,5 @@ def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Ints:
     if not sums.has_backward.all():
         # Nothing waits for a backward pass that never comes.
         passes_on = free - saved >= min(count, RECEIVE_BUFFERS + 1) * received
-        levels = np.where(sums.has_backward, levels, np.where(passes_on, last, 0))
+        levels = np.where(sums.has_backward, levels, np.where(passes_on, last, 0)).astype(np.int16)
     return levels

@@ -36,7 +36,9 @@ class Line:
         found = stage_tables(setting, self.sums(setting, sizes), sizes)
         n = len(self.units)
         empty = np.arange(n + 1)[:, None] >= np.arange(n + 1)[None, :]
-        return StageTables(np.where(empty, np.inf, found.seconds), np.where(empty, 0, found.levels), found.only_last)
+        found.seconds[:, empty] = np.inf
+        found.levels[:, empty] = 0
+        return found
 
     def sums(self, setting: Setting, sizes: Sequence[int]) -> Sums:
         """Return the sums over every run, for local sizes `sizes`."""

@@ -60,19 +60,19 @@ class StageDevices:
         self.tables = tables
         # The highest level of each choice that keeps to the target.
         self.levels = np.where(tables.seconds <= target_s, tables.levels, 0)
-        self.steps = np.flatnonzero(np.bincount(self.levels.ravel()))
         self._known: dict[tuple[int, bool], Devices] = {}
 
     def at(self, level: int) -> Devices:
         """Return ``[...]`` the fewest devices at a level, `NEVER` where there is no choice."""
         is_last = level == self.setting.num_levels
         # All levels between two steps allow the same choices.
-        step = int(np.searchsorted(self.steps, level))
+        step = int(np.searchsorted(self.tables.steps, level))
         if (step, is_last) not in self._known:
             found = np.full(self.levels.shape[1:], NEVER, dtype=np.int32)
             # The best choice is written last.
             for choice in reversed(range(len(self.setting.choices))):
-                found[self.levels[choice] >= level] = self.setting.choices[choice].num_replicas
+                replicas = self.setting.choices[choice].num_replicas
+                np.copyto(found, replicas, where=self.levels[choice] >= level)
             if not is_last:
                 found[self.tables.only_last] = NEVER
             self._known[step, is_last] = found
