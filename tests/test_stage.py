@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from graphpipe.errors import StrategyError
-from graphpipe.stage import Stage, StageGraph, stages_from_json, stages_to_json
+from graphpipe.stage import SampleRange, Stage, StageGraph, stages_from_json, stages_to_json
 from tests.stage_graphs import CHAIN_3, DIAMOND, TWO_TOWERS, make_graph, make_stages
 
 
@@ -55,3 +57,22 @@ def test_replicas_share_out_every_micro_batch_also_the_smaller_last_one() -> Non
 def test_json_round_trip() -> None:
     stages = make_stages(DIAMOND, mini_batch_size=4, sizes=2).stages
     assert stages_from_json(stages_to_json(stages)) == stages
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 20), st.data())
+def test_replicas_that_hold_samples_are_those_that_share_some(
+    num_replicas: int, micro_batch_size: int, mini_batch_size: int, data: st.DataObject
+) -> None:
+    size = max(micro_batch_size, num_replicas)
+    batch = max(mini_batch_size, size)
+    stages = make_stages([], mini_batch_size=batch, sizes=size, devices=[tuple(range(num_replicas))])
+    m = data.draw(st.integers(0, stages.num_micro_batches(0) - 1))
+    whole = stages.micro_batch(0, m)
+    start = data.draw(st.integers(0, whole.stop - 1))
+    samples = SampleRange(start, data.draw(st.integers(max(start, whole.start) + 1, batch)))
+    wanted = [i for i in range(num_replicas) if len(stages.replica_samples(0, m, i) & samples)]
+    found = list(stages.replicas_holding(0, m, samples))
+    assert found[:1] == wanted[:1]
+    assert set(wanted) <= set(found)
+    # What lies between may be empty where there are more replicas than samples.
+    assert all(not len(stages.replica_samples(0, m, i)) for i in set(found) - set(wanted))

@@ -246,6 +246,20 @@ class StageGraph:
         count, replicas = len(whole), self.stages[x].num_replicas
         return SampleRange(whole.start + count * replica // replicas, whole.start + count * (replica + 1) // replicas)
 
+    def replicas_holding(self, x: int, m: int, samples: SampleRange) -> range:
+        """Return the replicas whose part of micro-batch `m` of stage `x` has some of `samples`.
+
+        Args:
+            x: The stage.
+            m: The micro-batch; it holds some of the samples.
+            samples: The samples.
+        """
+        whole, replicas = self.micro_batch(x, m), self.stages[x].num_replicas
+        shared = whole & samples
+        # Sample s of n is the last one that replica i can have when (s + 1) r <= n (i + 1).
+        first, last = ((s + 1 - whole.start) * replicas - 1 for s in (shared.start, shared.stop - 1))
+        return range(first // len(whole), last // len(whole) + 1)
+
     def local_size(self, x: int) -> int:
         """Return the most samples that one replica of stage `x` takes at a time."""
         stage = self.stages[x]

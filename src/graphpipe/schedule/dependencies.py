@@ -102,7 +102,7 @@ def pieces(stages: StageGraph, edge: StageEdge, value: Value) -> Iterator[Piece]
                 continue
             searched = wanted if depends_on_batch else SampleRange(wanted.start, wanted.start + 1)
             for n in overlapping(stages, source, searched):
-                for origin in range(stages.stages[source].num_replicas):
+                for origin in stages.replicas_holding(source, n, searched):
                     shared = stages.replica_samples(source, n, origin) & searched
                     if len(shared):
                         yield Piece(n, origin, m, replica, shared if depends_on_batch else wanted)
