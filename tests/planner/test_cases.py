@@ -16,30 +16,19 @@ from graphpipe.cost import Profile
 from graphpipe.errors import PlanningError
 from graphpipe.estimate import estimate
 from graphpipe.graph import ComputationGraph, Operator, Parameter, Value
-from graphpipe.graph.series_parallel import decompose
 from graphpipe.planner.base import Planner, PlanningProblem
 from graphpipe.planner.costs import RecomputePolicy
-from graphpipe.planner.graphpipe import GraphPipePlanner
-from graphpipe.planner.layout import lay_out, line
-from graphpipe.planner.operators import OperatorTable
+from graphpipe.planner.graphpipe import FEW_DOWNSETS, GraphPipePlanner
 from graphpipe.planner.pipedream import PipeDreamPlanner
 from graphpipe.planner.piper import PiperPlanner
 from graphpipe.strategy import Strategy
 from tests.planner.models import towers
-from tests.planner.oracle import check_strategy, covers
+from tests.planner.oracle import check_strategy
 from tests.strategies import computation_graphs, problems, random_edges, series_parallel_edges
 
 PLANNERS: tuple[Planner, ...] = (GraphPipePlanner(), PipeDreamPlanner(), PiperPlanner())
 # Seconds that large problems may take; they take a fraction of it, and a search that explodes takes far more.
 LARGE_LIMIT_S = 30.0
-
-
-def is_in_our_space(problem: PlanningProblem, strategy: Strategy) -> bool:
-    """Return whether GraphPipe's search can make these stages, apart from who shares a device."""
-    parts = {frozenset(found) for found in strategy.stages.operator_positions}
-    own = lay_out(problem.graph, decompose(problem.graph), OperatorTable(problem))
-    every_cover = (c for chain in (own, line(range(len(problem.graph.operators)))) for c in covers(chain))
-    return any({frozenset(part) for part in cover} == parts for cover in every_cover)
 
 
 @given(problems(computation_graphs(random_edges(7)), memory_bytes=(1000, 2000, 4000, 10**9)))
@@ -56,21 +45,16 @@ def test_never_slower_than_pipedream(problem: PlanningProblem) -> None:
 
 @given(problems(computation_graphs(series_parallel_edges(6)), memory_bytes=(1000, 2000, 4000, 10**9)))
 @settings(max_examples=60, deadline=None)
-def test_slower_than_piper_only_by_a_stage_that_we_do_not_make(problem: PlanningProblem) -> None:
+def test_never_slower_than_piper_on_a_graph_with_few_downsets(problem: PlanningProblem) -> None:
+    # In a larger graph, any difference of two downsets may be a stage of Piper's and not of ours: a whole branch with
+    # the tail of another one, the join and what follows, say.
     try:
-        theirs = PiperPlanner().plan(problem)
+        theirs = PiperPlanner(max_downsets=FEW_DOWNSETS).plan(problem)
     except PlanningError:
         return
     # Piper may recompute where it likes, so we may, too.
-    planner = GraphPipePlanner(recompute=RecomputePolicy.AUTO)
-    try:
-        ours = estimate(planner.plan(problem)).samples_per_s
-    except PlanningError:
-        ours = 0.0
-    # The exception: any difference of two downsets may be a stage of Piper's, a whole branch with the tail of another
-    # one, the join and what follows, say. A join of ours holds the tail of one branch and no other branch.
-    if is_in_our_space(problem, theirs):
-        assert ours >= estimate(theirs).samples_per_s * (1 - 1e-9)
+    ours = GraphPipePlanner(recompute=RecomputePolicy.AUTO).plan(problem)
+    assert estimate(ours).samples_per_s >= estimate(theirs).samples_per_s * (1 - 1e-9)
 
 
 def with_costs(problem: PlanningProblem, forward_s_by_size: dict[int, float]) -> PlanningProblem:

@@ -14,9 +14,8 @@ from graphpipe.planner.sketch import Sketch, Sketcher
 from graphpipe.stage import StageOrder
 from graphpipe.strategy import Strategy
 
-# So many plans are simulated, while the next one may be faster by more than this share.
+# So many plans are simulated at most, once one fits into memory.
 SIMULATED_PLANS = 4
-WORTH_A_LOOK = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +106,18 @@ def best_simulated(
         num_plans: How many are simulated at most, once one fits.
     """
     best: Simulated | None = None
-    for number, plan in enumerate(ranked):
+    left = num_plans
+    for plan in ranked:
         if best is not None:
-            # What memory allows may be slower than what was played.
-            is_over = plan.sketch.played_s > best.estimate.iteration_s * (1 - WORTH_A_LOOK)
-            if is_over or number >= num_plans:
+            if left <= 0:
                 break
+            # What memory allows may be slower than what was played.
+            if (
+                plan.predicted.iteration_s > best.estimate.iteration_s
+                or plan.sketch.played_s > best.estimate.iteration_s
+            ):
+                continue
+        left -= 1
         found = simulated(problem, plan, planner, k, order)
         if found is not None and (best is None or found.estimate.iteration_s < best.estimate.iteration_s):
             best = found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -24,14 +24,17 @@ from graphpipe.planner.candidates import (
 from graphpipe.planner.costs import RecomputePolicy, Setting
 from graphpipe.planner.draft import Draft, draft
 from graphpipe.planner.improve import Budget, changed
-from graphpipe.planner.layout import Chain, lay_out, line
+from graphpipe.planner.layout import lay_out, line
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
-from graphpipe.planner.search import COARSE_PRECISION, DOUBT, PRECISION, SLACKS, Search, make_setting
+from graphpipe.planner.piper import DownsetSearch, few_downsets
+from graphpipe.planner.search import COARSE_PRECISION, DOUBT, PRECISION, SLACKS, Search, TargetSearch, make_setting
 from graphpipe.planner.sketch import Sketcher
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
 
+# A graph with at most so many downsets is small.
+FEW_DOWNSETS = 128
 # What may be spent on changes of the best plan.
 CHANGE_BUDGET = 12_000
 # Where none of its changes is better, the next best plans are changed, up to so many.
@@ -102,6 +105,8 @@ class _Planning:
         self.layout = lay_out(problem.graph, self.shape, self.table)
         self.bound = lower_bound(self.table)
         self.layouts = tuple(dict.fromkeys((self.layout, line(range(len(problem.graph.operators))))))
+        # In a small graph any difference of two downsets may be a stage, as Piper has it.
+        self.downsets = few_downsets(self.table, FEW_DOWNSETS)
         self.candidates: list[Candidate] = []
         self.known: set[Draft] = set()
         self.by_size: dict[int, float] = {}
@@ -141,21 +146,28 @@ class _Planning:
         batch = self.problem.mini_batch_size
         for size in sorted(self.problem.micro_batch_sizes, key=lambda size: (abs(math.log(batch / size / 16)), size)):
             is_worth = False
-            for chain in self.layouts:
+            for search in self._searches(size, recompute):
                 if self.candidates and self._is_late():
                     return
-                is_worth |= self._search_size(size, chain, recompute)
+                is_worth |= self._search_size(size, search)
             if is_worth and size in self.by_size:
                 self.progress(f"micro-batches of {size}: {self.by_size[size]:.4g} s an iteration")
             elif not is_worth and size in self.by_size:
                 self.ruled_out.append(size)
                 self.progress(f"micro-batches of {size}: slower than another size whatever the stages")
 
-    def _search_size(self, size: int, chain: Chain, recompute: Sequence[Recompute]) -> bool:
-        """Collect the plans of one micro-batch size; return whether any may be the best."""
-        setting = make_setting(self.table, chain, size, recompute, self.planner.k)
+    def _searches(self, size: int, recompute: Sequence[Recompute]) -> Iterator[TargetSearch]:
+        """Yield the searches of one micro-batch size."""
+        for chain in self.layouts:
+            yield Search(make_setting(self.table, chain, size, recompute, self.planner.k), chain)
+        if self.downsets is not None:
+            setting = make_setting(self.table, self.layouts[-1], size, recompute, self.planner.k)
+            yield DownsetSearch(setting, self.downsets)
+
+    def _search_size(self, size: int, search: TargetSearch) -> bool:
+        """Collect the plans of one search; return whether any may be the best."""
+        setting = search.setting
         count = setting.num_micro_batches
-        search = Search(setting, chain)
         for pieces in search.single_stages():
             self._collect(size, pieces)
         # A device that works on every micro-batch for the target takes that long at least.

@@ -98,6 +98,14 @@ def enumerate_downsets(graph: ComputationGraph, limit: int) -> tuple[int, ...]:
     return tuple(sorted(found, key=lambda downset: (downset.bit_count(), downset)))
 
 
+def few_downsets(table: OperatorTable, limit: int) -> Downsets | None:
+    """Return the downsets of a graph, or None where there are more than `limit`."""
+    try:
+        return Downsets(table, enumerate_downsets(table.problem.graph, limit))
+    except PlanningError:
+        return None
+
+
 class Downsets:
     """The downsets of a graph, as positions at which a sequence of stages may be cut.
 
