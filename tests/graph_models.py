@@ -59,6 +59,7 @@ class GraphModel(nn.Module):
     ) -> None:
         super().__init__()
         self.shapes = tuple(shapes)
+        self.seed = seed
         self.loss_reduction = reduction
         self.autocast = Autocast()
         generator = torch.Generator().manual_seed(seed)

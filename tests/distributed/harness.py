@@ -8,19 +8,31 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from graphpipe.runtime.process_transports import TransportKind
+
+BOTH = (TransportKind.GLOO, TransportKind.ORDERED)
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT_S = 60
 
 
-def run_case(name: str, num_processes: int, *arguments: str) -> list[dict[str, Any]]:
-    """Run a case as `tests.distributed.worker` names it on every rank and return what each one returned."""
+def run_case(
+    name: str, num_processes: int, *arguments: str, kinds: Sequence[TransportKind] = (TransportKind.GLOO,)
+) -> list[dict[str, Any]]:
+    """Run a case as `tests.distributed.worker` names it on every rank, over each transport.
+
+    Returns:
+        ``[transports * ranks]`` what each rank returned, by transport, then by rank.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        done = torchrun(num_processes, ["-m", "tests.distributed.worker", name, folder, *arguments])
+        worker = ["-m", "tests.distributed.worker", name, folder, ",".join(kinds), *arguments]
+        done = torchrun(num_processes, worker)
         assert done.returncode == 0, done.stdout + done.stderr
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
+        return [results[i] for i in range(len(kinds)) for results in found]
 
 
 def torchrun(num_processes: int, arguments: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

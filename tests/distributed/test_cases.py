@@ -1,4 +1,4 @@
-"""Losses, gradients and trained parameters equal one process's, on real processes."""
+"""Losses, gradients and trained parameters equal one process's, on real processes, over gloo and by NCCL's rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.harness import run_case
+from tests.distributed.harness import BOTH, run_case
 
 pytestmark = pytest.mark.distributed
 RELATIVE = 1e-9
@@ -36,7 +36,7 @@ def check_order(result: dict[str, Any]) -> None:
 
 
 def test_unequal_micro_batches_weigh_their_samples() -> None:
-    results = run_case("unequal_micro_batches", 3)
+    results = run_case("unequal_micro_batches", 3, kinds=BOTH)
     check(results)
     assert results[0]["losses"][0] == pytest.approx(38.5, rel=RELATIVE)
     assert results[0]["gradients"].keys() == {"a.weight", "b.weight", "c.weight"}
@@ -44,14 +44,20 @@ def test_unequal_micro_batches_weigh_their_samples() -> None:
         assert gradient[0][0] == pytest.approx(77, rel=RELATIVE)
 
 
-def test_replicas_reduce_once_a_step_and_stay_equal() -> None:
-    results = run_case("replicas", 5)
-    check(results)
-    assert results[0]["reductions"] == [1, 1, 0, 0, 0]
+@pytest.fixture(scope="module")
+def replicas() -> list[dict[str, Any]]:
+    """Return what five ranks found in the case of replicas, over both transports."""
+    return run_case("replicas", 5, kinds=BOTH)
+
+
+def test_replicas_reduce_once_a_step_and_stay_equal(replicas: list[dict[str, Any]]) -> None:
+    check(replicas)
+    for result in replicas:
+        assert result["reductions"] == [1, 1, 0, 0, 0]
 
 
 def test_a_contrastive_loss_is_that_of_the_whole_batch() -> None:
-    results = run_case("contrastive_loss_of_one_hot", 2)
+    results = run_case("contrastive_loss_of_one_hot", 2, kinds=BOTH)
     check(results)
     # Over micro-batches of two it would be 0.31326.
     assert results[0]["losses"][0] == pytest.approx(math.log(math.e + 7) - 1, rel=RELATIVE)
@@ -59,15 +65,15 @@ def test_a_contrastive_loss_is_that_of_the_whole_batch() -> None:
 
 
 def test_a_contrastive_loss_trains_towers_with_replicas() -> None:
-    check(run_case("contrastive_loss_trained", 3))
+    check(run_case("contrastive_loss_trained", 3, kinds=BOTH))
 
 
 def test_values_without_gradient_cross_stages() -> None:
-    check(run_case("values_without_gradient", 3))
+    check(run_case("values_without_gradient", 3, kinds=BOTH))
 
 
 def test_a_value_reaches_several_later_stages() -> None:
-    results = run_case("skips", 4)
+    results = run_case("skips", 4, kinds=BOTH)
     for case in results[0]:
         check([result[case] for result in results])
         check_order(results[0][case])
@@ -92,8 +98,8 @@ def test_an_idle_device_hears_the_loss() -> None:
     check(run_case("idle_device", 3))
 
 
-def test_spans_of_a_rank_do_not_overlap_and_follow_what_they_need() -> None:
-    result = run_case("replicas", 5)[0]
+def test_spans_of_a_rank_do_not_overlap_and_follow_what_they_need(replicas: list[dict[str, Any]]) -> None:
+    result = replicas[0]
     for device in range(5):
         mine = [span for span in result["spans"] if span[0] == device]
         assert mine

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.harness import run_case
+from tests.distributed.harness import BOTH, run_case
 
 pytestmark = pytest.mark.distributed
 RELATIVE = 1e-9
@@ -15,7 +15,7 @@ RELATIVE = 1e-9
 @pytest.fixture(scope="module")
 def updates() -> list[dict[str, Any]]:
     """Return what each of three ranks found in the cases about updates, run in one job."""
-    return run_case("training_cases.updates", 3)
+    return run_case("training_cases.updates", 3, kinds=BOTH)
 
 
 @pytest.mark.parametrize(

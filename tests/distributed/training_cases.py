@@ -15,6 +15,7 @@ from graphpipe.capture import capture, eager_loss
 from graphpipe.errors import GraphPipeError
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
+from tests.distributed import parity
 from tests.distributed.cases import Chain, batch_of, mean_square
 from tests.distributed.parity import Part, hand_made, relative, sgd
 
@@ -72,6 +73,7 @@ def train_both(
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         max_gradient_norm=max_gradient_norm,
+        transport=parity.kind,
     )
     reference = optimizer(list(alone.named_parameters()))
     schedule = None if lr_scheduler is None else lr_scheduler(reference)

@@ -88,7 +88,7 @@ def stage_graphs(draw: st.DrawFn, model: GraphModel) -> StageGraph:
     return StageGraph(graph, tuple(stages), mini_batch_size, draw(st.sampled_from(list(StageOrder))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=270, deadline=None)
 @given(data=st.data())
 def test_loss_and_gradients_are_those_of_one_process(data: st.DataObject) -> None:
     model = data.draw(graph_models())
