@@ -51,7 +51,7 @@ def test_clipping_sees_the_gradients_of_all_ranks_once(updates: list[dict[str, A
 
 
 def test_a_rank_may_have_none_of_a_group(updates: list[dict[str, Any]]) -> None:
-    assert [r["groups"]["group_sizes"] for r in updates] == [[2, 2, 0], [1, 0, 1], [1, 1, 0]]
+    assert [r["groups"]["group_sizes"] for r in updates[:3]] == [[2, 2, 0], [1, 0, 1], [1, 1, 0]]
 
 
 @pytest.fixture(scope="module")
