@@ -22,6 +22,7 @@ NAMES = (
     "sequential",
     "scale",
     "towers",
+    "runtime",
 )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +14,25 @@ from graphpipe.schedule import Task, TaskCosts
 from graphpipe.simulator import OutgoingLinks
 
 
+class Event(Protocol):
+    """A point in the work of a GPU's stream, as `torch.cuda.Event` is one."""
+
+    def record(self) -> object:
+        """Put the point after all work that the current stream was given."""
+        ...
+
+    def synchronize(self) -> object:
+        """Wait until the stream has passed the point."""
+        ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Return the milliseconds from this point to a later one."""
+        ...
+
+
+Mark = float | Event
+
+
 class Clock(Protocol):
     """Is told what an executor does and says when it happened."""
 
@@ -21,8 +40,12 @@ class Clock(Protocol):
         """Begin a mini-batch."""
         ...
 
-    def now_s(self) -> float:
-        """Return the time."""
+    def mark(self) -> Mark:
+        """Return what stands for this moment. It costs next to nothing."""
+        ...
+
+    def seconds_at(self, mark: Mark) -> float:
+        """Return the time of a moment of the mini-batch that began last."""
         ...
 
     def computed(self, task: Task, num_samples: int) -> None:
@@ -54,15 +77,8 @@ class Clock(Protocol):
         ...
 
 
-class WallClock:
-    """Seconds of the machine's monotonic clock, which the processes of one machine share."""
-
-    def start(self) -> None:
-        """Do nothing: the time never stops."""
-
-    def now_s(self) -> float:
-        """Return the time."""
-        return time.perf_counter()
+class _NothingToHear:
+    """What a clock that runs by itself does when it is told something."""
 
     def computed(self, task: Task, num_samples: int) -> None:
         """Do nothing."""
@@ -84,6 +100,66 @@ class WallClock:
 
     def reduced(self, reduction: Reduction) -> None:
         """Do nothing."""
+
+
+class WallClock(_NothingToHear):
+    """Seconds of the machine's monotonic clock, which the processes of one machine share."""
+
+    def start(self) -> None:
+        """Do nothing: the time never stops."""
+
+    def mark(self) -> float:
+        """Return the time."""
+        return time.perf_counter()
+
+    def seconds_at(self, mark: Mark) -> float:
+        """Return the mark."""
+        assert isinstance(mark, float)
+        return mark
+
+
+class StreamClock(_NothingToHear):
+    """When a GPU's stream comes to something, rather than when the host gives it the work.
+
+    A moment is an event on the stream. Only the start of a mini-batch is a moment of both: the host waits until the
+    stream is empty, so that the clocks of several GPUs of a machine can be put beside each other.
+
+    Args:
+        make_event: Makes an event that keeps the time; by default one of CUDA.
+    """
+
+    def __init__(self, make_event: Callable[[], Event] | None = None) -> None:
+        self._make_event = make_event or _cuda_event
+        self._start: Event
+
+    def start(self) -> None:
+        """Wait for the stream and remember what the host's clock says."""
+        self._start = self._make_event()
+        self._start.record()
+        self._start.synchronize()
+        self._start_s = time.perf_counter()
+
+    def mark(self) -> Event:
+        """Return an event at this point of the stream."""
+        event = self._make_event()
+        event.record()
+        return event
+
+    def seconds_at(self, mark: Mark) -> float:
+        """Wait for the event and return its time."""
+        assert not isinstance(mark, float)
+        mark.synchronize()
+        return self._start_s + self._start.elapsed_time(mark) / 1000
+
+
+def _cuda_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock that tells the time of work on a torch device."""
+    return StreamClock() if device.type == "cuda" else WallClock()
 
 
 class VirtualClock:
@@ -112,9 +188,14 @@ class VirtualClock:
         self._begun_s: dict[Reduction, float] = {}
         self._reductions_free_s = 0.0
 
-    def now_s(self) -> float:
+    def mark(self) -> float:
         """Return the virtual time."""
         return self._now_s
+
+    def seconds_at(self, mark: Mark) -> float:
+        """Return the mark."""
+        assert isinstance(mark, float)
+        return mark
 
     def computed(self, task: Task, num_samples: int) -> None:
         """Let the task's time pass."""

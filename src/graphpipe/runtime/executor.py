@@ -7,7 +7,7 @@ the gradients of several consumers are summed in the order of their stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,12 +30,12 @@ from graphpipe.program import (
     StartReduction,
 )
 from graphpipe.runtime.buckets import Bucket, start_buckets
-from graphpipe.runtime.clock import Clock
+from graphpipe.runtime.clock import Clock, Mark
 from graphpipe.runtime.stages import StageModule, StageSource, named_parameters, take_samples
 from graphpipe.runtime.transport import Transport
 from graphpipe.runtime.watch import Cells
 from graphpipe.schedule import Phase, Task
-from graphpipe.stage import TURN, Recompute, SampleRange
+from graphpipe.stage import TURN, Recompute, SampleRange, StageGraph
 from graphpipe.trace import Span, SpanKind
 
 TURN_SPEC = ValueSpec(TURN, torch.uint8, (1,), SampleLayout(0, 1), carries_gradient=True)
@@ -50,19 +50,48 @@ class _Held:
     random_state: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _DeviceProgram:
+    """What one device needs to know of a program, found once.
+
+    Attributes:
+        stages: The stage graph.
+        instructions: The device's own list.
+        ranges: The samples of each of its tasks.
+        incoming: The messages that bring a task the parts of a value, or of an output's gradient, in the order in which
+            gradients are summed: by stage, samples and device.
+    """
+
+    stages: StageGraph
+    instructions: tuple[Instruction, ...]
+    ranges: Mapping[Task, SampleRange]
+    incoming: Mapping[tuple[Task, str], Sequence[Message]]
+
+    @classmethod
+    def of(cls, program: Program, device: int) -> _DeviceProgram:
+        instructions = program.instructions[device]
+        ranges = {i.task: i.samples for i in instructions if isinstance(i, Compute)}
+        incoming: dict[tuple[Task, str], list[Message]] = {}
+        for message in (i.message for i in instructions if isinstance(i, AwaitReceive)):
+            incoming.setdefault((message.target, message.value), []).append(message)
+        for messages in incoming.values():
+            messages.sort(key=lambda m: (m.source.stage, m.samples.start, m.source_device))
+        return cls(program.stages, instructions, ranges, incoming)
+
+
 @dataclass
 class _MiniBatch:
     """Everything that belongs to the mini-batch in progress."""
 
-    program: Program
+    program: _DeviceProgram
     inputs: Mapping[str, Tensor]
-    loss: Tensor
+    losses: list[Tensor] = field(default_factory=list)
+    loss_weights: list[float] = field(default_factory=list)
+    loss_gradients: dict[float, Tensor] = field(default_factory=dict)
     arrived: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[tuple[Task, str], Tensor] = field(default_factory=dict)
-    incoming: dict[tuple[Task, str], list[Message]] = field(default_factory=dict)
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     gradients: dict[Task, dict[str, Tensor]] = field(default_factory=dict)
-    ranges: dict[Task, SampleRange] = field(default_factory=dict)
     reductions: dict[Reduction, list[Bucket]] = field(default_factory=dict)
 
 
@@ -98,7 +127,8 @@ class Executor:
         self.transport = transport
         self.clock = clock
         self.torch_device = torch_device or torch.device("cpu")
-        self.spans: list[Span] = []
+        self._programs: dict[Program, _DeviceProgram] = {}
+        self._record: list[tuple[SpanKind, Mark, Mark, int, int]] = []
         self.loss_scale = 1.0
         # Where the device is: `run` writes the number of each instruction, from `first_place` on, into the first entry.
         self.position: Cells = [0]
@@ -120,21 +150,30 @@ class Executor:
         Raises:
             GraphPipeError: A task failed; the message names device, stage, task and samples.
         """
-        instructions = program.instructions[self.device]
-        batch = _MiniBatch(program, inputs, torch.zeros((), dtype=torch.float64, device=self.torch_device))
-        for instruction in instructions:
-            if isinstance(instruction, AwaitReceive):
-                message = instruction.message
-                batch.incoming.setdefault((message.target, message.value), []).append(message)
-            elif isinstance(instruction, Compute):
-                batch.ranges[instruction.task] = instruction.samples
-        self.spans = []
+        own = self._programs.get(program)
+        if own is None:
+            own = self._programs[program] = _DeviceProgram.of(program, self.device)
+        batch = _MiniBatch(own, inputs)
+        self._record = []
         self.clock.start()
         position = self.position
-        for place, instruction in enumerate(instructions, start=self.first_place):
+        for place, instruction in enumerate(own.instructions, start=self.first_place):
             position[0] = place
             self._interpret(batch, instruction, optimizer_step)
-        return batch.loss
+        return self._sum_losses(batch)
+
+    def _sum_losses(self, batch: _MiniBatch) -> Tensor:
+        """Return this device's part of the loss, with one operation for all micro-batches."""
+        if not batch.losses:
+            return torch.zeros((), dtype=torch.float64, device=self.torch_device)
+        weights = torch.tensor(batch.loss_weights, dtype=torch.float64, device=self.torch_device)
+        return (torch.stack(batch.losses).to(torch.float64) * weights).sum()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What this device did in the last mini-batch."""
+        when = self.clock.seconds_at
+        return tuple(Span(self.device, kind, when(a), when(b), x, m) for kind, a, b, x, m in self._record)
 
     def _interpret(
         self, batch: _MiniBatch, instruction: Instruction, optimizer_step: Callable[[], None] | None
@@ -147,11 +186,11 @@ class Executor:
                     self.transport.await_receive(message)
                 self.clock.received(message)
             case Compute(task, _, samples):
-                start_s = self.clock.now_s()
+                start = self.clock.mark()
                 self._compute(batch, task, samples)
                 self.clock.computed(task, len(samples))
                 kind = SpanKind.FORWARD if task.phase is Phase.FORWARD else SpanKind.BACKWARD
-                self._record(kind, start_s, task.stage, task.micro_batch)
+                self._record.append((kind, start, self.clock.mark(), task.stage, task.micro_batch))
             case Send(message):
                 self._send(batch, message)
             case AwaitSend(message):
@@ -162,19 +201,16 @@ class Executor:
                 batch.reductions[reduction] = start_buckets(self.transport, reduction.devices, parameters)
                 self.clock.reduction_started(reduction)
             case AwaitReduction(reduction):
-                start_s = self.clock.now_s()
+                start = self.clock.mark()
                 for bucket in batch.reductions.pop(reduction):
                     bucket.finish()
                 self.clock.reduced(reduction)
-                self._record(SpanKind.REDUCE, start_s)
+                self._record.append((SpanKind.REDUCE, start, self.clock.mark(), -1, -1))
             case OptimizerStep():
                 if optimizer_step is not None:
-                    start_s = self.clock.now_s()
+                    start = self.clock.mark()
                     optimizer_step()
-                    self._record(SpanKind.OPTIMIZER, start_s)
-
-    def _record(self, kind: SpanKind, start_s: float, stage: int = -1, micro_batch: int = -1) -> None:
-        self.spans.append(Span(self.device, kind, start_s, self.clock.now_s(), stage, micro_batch))
+                    self._record.append((SpanKind.OPTIMIZER, start, self.clock.mark(), -1, -1))
 
     # ---- messages
 
@@ -188,7 +224,7 @@ class Executor:
         """Return a slice of the task's own buffer where samples lie one after another in memory, else a buffer."""
         layout = spec.layout
         if message.phase is Phase.FORWARD and layout is not None and layout.axis == 0:
-            samples = batch.ranges[message.target]
+            samples = batch.program.ranges[message.target]
             whole = batch.buffers.get((message.target, message.value))
             if whole is None:
                 whole = torch.empty(spec.shape_for(len(samples)), dtype=spec.dtype, device=self.torch_device)
@@ -200,7 +236,7 @@ class Executor:
         return TURN_SPEC if message.value.startswith(TURN) else self.source.values[message.value]
 
     def _send(self, batch: _MiniBatch, message: Message) -> None:
-        samples = batch.ranges[message.source]
+        samples = batch.program.ranges[message.source]
         spec = self._spec(message)
         if spec is TURN_SPEC:
             tensor = torch.zeros(len(samples), dtype=spec.dtype, device=self.torch_device)
@@ -257,7 +293,8 @@ class Executor:
         with torch.set_grad_enabled(has_backward and not recomputes):
             outputs = module(inputs, len(samples))
         if self.source.loss in outputs:
-            batch.loss += outputs[self.source.loss].detach().to(torch.float64) * self._loss_weight(batch, samples)
+            batch.losses.append(outputs[self.source.loss].detach())
+            batch.loss_weights.append(self._loss_weight(batch, samples))
         held.outputs = outputs
         batch.held[task.stage, task.micro_batch] = held
 
@@ -271,7 +308,7 @@ class Executor:
 
     def _assemble(self, batch: _MiniBatch, task: Task, name: str, spec: ValueSpec, samples: SampleRange) -> Tensor:
         """Return a value over all samples of a task from the messages that brought it."""
-        messages = batch.incoming[task, name]
+        messages = batch.program.incoming[task, name]
         buffer = batch.buffers.pop((task, name), None)
         found = [batch.arrived.pop(message.tag) for message in messages]
         if len(messages) == 1 and buffer is None:
@@ -301,8 +338,8 @@ class Executor:
                 continue
             if name == self.source.loss:
                 outputs.append(output)
-                gradients.append(torch.full_like(output, self.loss_scale * self._loss_weight(batch, samples)))
-            elif (task, name) in batch.incoming:
+                gradients.append(self._loss_gradient(batch, output, samples))
+            elif (task, name) in batch.program.incoming:
                 outputs.append(output)
                 gradients.append(self._gather_gradient(batch, task, name, output, samples))
         if outputs:
@@ -314,6 +351,13 @@ class Executor:
         }
         # The gradients of the task before are with their messages by now.
         batch.gradients.pop(Task(task.stage, Phase.BACKWARD, task.micro_batch - 1), None)
+
+    def _loss_gradient(self, batch: _MiniBatch, loss: Tensor, samples: SampleRange) -> Tensor:
+        """Return what the backward pass of a micro-batch starts with; micro-batches of one size share it."""
+        weight = self.loss_scale * self._loss_weight(batch, samples)
+        if weight not in batch.loss_gradients:
+            batch.loss_gradients[weight] = torch.full_like(loss, weight)
+        return batch.loss_gradients[weight]
 
     def _recompute(self, task: Task, held: _Held, num_samples: int) -> dict[str, Tensor]:
         state = torch.get_rng_state()
@@ -331,7 +375,7 @@ class Executor:
     ) -> Tensor:
         """Return the gradient of an output: the sum of what its consumers returned, by stage and samples."""
         layout = self.source.values[name].layout
-        messages = sorted(batch.incoming[task, name], key=lambda m: (m.source.stage, m.samples.start, m.source_device))
+        messages = batch.program.incoming[task, name]
         found = [batch.arrived.pop(message.tag) for message in messages]
         if len(messages) == 1 and found[0].shape == output.shape:
             return found[0]

@@ -17,9 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphpipe.capture import Autocast, capture
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
-from graphpipe.runtime.clock import WallClock
+from graphpipe.runtime.clock import clock_for
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
+from graphpipe.runtime.peak_memory import peak_memory_bytes
 from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, join, rank, world_size
 from graphpipe.runtime.process_transports import TransportKind, make_transport
 from graphpipe.runtime.resize import resized
@@ -155,7 +156,7 @@ class Pipeline:
         groups = [reduction.devices for reduction in self._program(self.strategy.mini_batch_size).reductions]
         transport = make_transport(self._transport_kind, groups, self._transport_timeout)
         self._source = source
-        self._executor = Executor(rank(), source, modules, transport, WallClock(), device)
+        self._executor = Executor(rank(), source, modules, transport, clock_for(device), device)
         self._executor.position = self._watchdog.cells
         trainable = [(name, p) for name, p in self._executor.parameters.items() if p.requires_grad]
         if self._make_optimizer is not None and trainable:
@@ -394,16 +395,16 @@ class Pipeline:
             for name, (shape, dtype) in layout.items():
                 if name in found:
                     continue
-                tensor = (
-                    mine[name].contiguous() if source == rank() else torch.empty(shape, dtype=getattr(torch, dtype))
-                )
-                tensor = tensor.clone()
+                if source == rank():
+                    tensor = mine[name].cpu().contiguous().clone()
+                else:
+                    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
                 dist.broadcast(tensor, src=source)
                 found[name] = tensor
         return found
 
     def trace(self) -> Trace:
-        """Return what every rank did in the last step. All ranks must call this.
+        """Return what every rank did in the last step, and its memory peak so far. All ranks must call this.
 
         The processes of one machine share its clock; on several machines the clocks must agree (NTP).
         """
@@ -429,7 +430,10 @@ class Pipeline:
             for device, table in enumerate(tables)
             for kind, start, stop, stage, m in table.tolist()
         ]
-        return Trace(TraceSource.MEASURED, len(tables), tuple(gathered))
+        peaks = torch.zeros(len(tables), dtype=torch.int64)
+        peaks[rank()] = peak_memory_bytes(self._built().torch_device)
+        self._built().transport.all_reduce(range(len(peaks)), peaks)
+        return Trace(TraceSource.MEASURED, len(tables), tuple(gathered), tuple(peaks.tolist()))
 
     def _built(self) -> Executor:
         if self._executor is None:

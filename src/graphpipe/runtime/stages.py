@@ -100,7 +100,7 @@ class StageSource(Protocol):
 
 
 def take_samples(tensor: Tensor, layout: SampleLayout | None, samples: SampleRange, origin: int = 0) -> Tensor:
-    """Return a view of some samples.
+    """Return a view of some samples, or the tensor itself where these are all that it holds.
 
     Args:
         tensor: Holds the samples from `origin` on.
@@ -111,6 +111,8 @@ def take_samples(tensor: Tensor, layout: SampleLayout | None, samples: SampleRan
     if layout is None:
         return tensor
     rows = layout.rows_per_sample
+    if len(samples) * rows == tensor.shape[layout.axis]:
+        return tensor
     return tensor.narrow(layout.axis, (samples.start - origin) * rows, len(samples) * rows)
 
 

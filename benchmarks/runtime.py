@@ -1,0 +1,138 @@
+"""The runtime on real processes over gloo: emulated compute, real compute, overhead, and bytes sent.
+
+With emulated compute a pass sleeps, so that many processes share few cores and the ideal is what the simulator says.
+With no compute what is left is the overhead of a micro-batch. Other work on the machine spoils all but the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import paper_models, towers
+from benchmarks.common import Figure, Report, at_least, at_most
+from benchmarks.problems import SAMPLES_PER_DEVICE, summit_problem
+from graphpipe.graph import ComputationGraph
+from graphpipe.planner.graphpipe import GraphPipePlanner
+from graphpipe.program import Message, Program, lower
+
+CLAIM = (
+    "A step takes what the simulator says, a stage graph of two balanced towers runs 1.5 times as fast as their chain "
+    "with 2 micro-batches and 1.25 times with 4, and the runtime adds less to a micro-batch than torch's own pipeline."
+)
+REMARKS = (
+    "emulated: a forward pass sleeps 10 ms and a backward pass 20 ms, two micro-batches a process, a sample each",
+    "graph is two branches that meet in a last stage; chain and torch_1f1b are as many stages one after the other",
+    "overhead: two processes, 32 micro-batches, no compute but a product and a mean; cpu is the time of a processor",
+    "overhead is the least of 40 steps, since other work only adds to it; the other figures are medians",
+    "timeline: what the records of a step cost over that step without compute",
+    "real compute is measured by the towers benchmark, beside torch's Schedule1F1B",
+    "bytes: the least is every sample of a value once to each device that reads it, and its gradient once back",
+)
+FORWARD_S = 0.010
+PROCESSES = (4, 8, 16)
+# Goals hold up to this many processes on two cores; with more the wake-ups of all of them count too.
+MOST_WITH_GOAL = 6
+OVERHEAD_MICRO_BATCHES = 32
+REAL_GOALS = {2: 1.4, 4: 1.2}
+
+
+def run() -> Report:
+    """Return all figures."""
+    figures = [figure for count in PROCESSES for figure in _emulated(count)]
+    figures += _real_compute()
+    figures += _overhead()
+    for name, graph in (("mmt", paper_models.mmt()), ("candle_uno", paper_models.candle_uno())):
+        figures.append(_bytes(name, graph))
+    return Report(claim=CLAIM, figures=tuple(figures), remarks=REMARKS)
+
+
+def _emulated(num_processes: int) -> list[Figure]:
+    found = measure(num_processes, FORWARD_S, 2 * num_processes, 5)
+    goal = 1.05 if num_processes <= MOST_WITH_GOAL else None
+    figures = []
+    for name in ("graph", "chain", "torch"):
+        ratio = found["wall"][name] / found["ideal"][name]
+        label = f"runtime/emulated/{num_processes}-processes/{'torch_1f1b' if name == 'torch' else name}_over_ideal"
+        if goal is None or name == "torch":
+            figures.append(Figure(name=label, value=ratio, unit="ratio", paper=1.0))
+        else:
+            figures.append(at_most(label, ratio, "ratio", goal, 1.0))
+    gain = found["wall"]["torch"] / found["wall"]["graph"]
+    expected = found["ideal"]["chain"] / found["ideal"]["graph"]
+    label = f"runtime/emulated/{num_processes}-processes/graph_over_torch_1f1b"
+    figures.append(Figure(name=label, value=gain, unit="ratio", paper=expected))
+    return figures
+
+
+def _real_compute() -> list[Figure]:
+    measured = {figure.name: figure for figure in towers.run().figures}
+    return [
+        at_least(
+            f"runtime/real/{count}-micro-batches/graph_over_torch_1f1b",
+            measured[f"towers/{count}-micro-batches/graph_over_torch_1f1b"].value,
+            "ratio",
+            goal,
+            (count + 1) / count,
+        )
+        for count, goal in REAL_GOALS.items()
+    ]
+
+
+def _overhead() -> list[Figure]:
+    found = measure(2, 0.0, OVERHEAD_MICRO_BATCHES, 40)
+    figures = []
+    for kind, label in (("least_wall", "wall"), ("least_busy", "cpu")):
+        for name in ("chain", "torch"):
+            seconds = found[kind][name] / OVERHEAD_MICRO_BATCHES
+            whose = "torch_1f1b" if name == "torch" else "own"
+            figures.append(Figure(name=f"runtime/overhead/{whose}_{label}_s", value=seconds, unit="s"))
+        ratio = found[kind]["chain"] / found[kind]["torch"]
+        figures.append(at_most(f"runtime/overhead/{label}_over_torch_1f1b", ratio, "ratio", 1.0))
+    figures.append(
+        at_most("runtime/timeline/share_of_a_step", found["timeline_s"] / found["wall"]["chain"], "ratio", 0.02)
+    )
+    return figures
+
+
+def measure(num_processes: int, forward_s: float, num_micro_batches: int, num_steps: int) -> dict[str, Any]:
+    """Run `benchmarks.emulated` and return what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seconds.json"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+        arguments = ["-m", "benchmarks.emulated", str(forward_s), str(num_micro_batches), str(num_steps), str(path)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *launcher, *arguments], check=True, env=environment)
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def _bytes(name: str, graph: ComputationGraph) -> Figure:
+    strategy = GraphPipePlanner().plan(summit_problem(graph, 8, SAMPLES_PER_DEVICE[name] * 8))
+    program = lower(strategy.stages, strategy.schedule)
+    sent = sum(message.num_bytes for message in program.messages if not message.is_local)
+    return at_most(f"runtime/bytes/{name}_over_least", sent / least_bytes(program), "ratio", 1.0, 1.0)
+
+
+def least_bytes(program: Program) -> int:
+    """Return the bytes that must pass between devices: every sample of a value once to each device that reads it.
+
+    Its gradient comes back once, summed over the stages that read the value there.
+    """
+    values = {value.name: value for value in program.stages.graph.values}
+    sent: dict[tuple[str, str, int, int], list[Message]] = {}
+    for message in program.messages:
+        if not message.is_local:
+            key = (message.value, message.phase.value, message.source_device, message.target_device)
+            sent.setdefault(key, []).append(message)
+    total = 0
+    for (name, *_), messages in sent.items():
+        value = values[name]
+        samples = {i for message in messages for i in range(message.samples.start, message.samples.stop)}
+        total += value.num_bytes(len(samples) if value.bytes_per_sample else 1)
+    return total
