@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from graphpipe.runtime.checkpoint import Checkpointer, Saving
     from graphpipe.runtime.loss_scale import LossScaling
     from graphpipe.runtime.pipeline import Pipeline, StepResult
+    from graphpipe.runtime.process_transports import TransportKind
+    from graphpipe.runtime.sharding import OptimizerStates
     from graphpipe.strategy import Strategy
 
 __version__ = "0.1.0"
@@ -52,12 +54,14 @@ _HOME = {
     "Job": "graphpipe.api",
     "Link": "graphpipe.cluster",
     "LossScaling": "graphpipe.runtime.loss_scale",
+    "OptimizerStates": "graphpipe.runtime.sharding",
     "Pipeline": "graphpipe.runtime.pipeline",
     "PlanningError": "graphpipe.errors",
     "Saving": "graphpipe.runtime.checkpoint",
     "StepResult": "graphpipe.runtime.pipeline",
     "Strategy": "graphpipe.strategy",
     "StrategyError": "graphpipe.errors",
+    "TransportKind": "graphpipe.runtime.process_transports",
     "plan": "graphpipe.api",
     "verify": "graphpipe.api",
 }
@@ -74,12 +78,14 @@ __all__ = [
     "Job",
     "Link",
     "LossScaling",
+    "OptimizerStates",
     "Pipeline",
     "PlanningError",
     "Saving",
     "StepResult",
     "Strategy",
     "StrategyError",
+    "TransportKind",
     "plan",
     "verify",
 ]

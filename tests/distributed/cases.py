@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphpipe.runtime.sharding import OptimizerStates
 from tests.distributed.parity import compare
 
 
@@ -64,6 +65,24 @@ def replicas() -> dict[str, Any]:
     """A chain of four, two replicas of the first stage, eight micro-batches, three steps."""
     parts = [("a", 2, (0, 1)), ("b", 2, (2,)), ("c", 2, (3,)), ("", 2, (4,))]
     return compare(Chain(), parts, [batch_of(16, seed=s) for s in range(3)], 16, loss_fn=mean_square)
+
+
+def shared_optimizer_states() -> dict[str, Any]:
+    """Three replicas of the first two layers share the states of AdamW: no device has all, and all are used."""
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    parts = [("a b", 3, (0, 1, 2)), ("", 2, (3,))]
+    return compare(
+        Chain(),
+        parts,
+        [batch_of(12, seed=s) for s in range(3)],
+        12,
+        loss_fn=mean_square,
+        make_optimizer=adamw,
+        optimizer_states=OptimizerStates.SHARDED,
+    )
 
 
 class Towers(nn.Module):

@@ -13,6 +13,8 @@ from torch import nn
 from graphpipe.capture import CapturedModel, capture, eager_loss
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
 from graphpipe.runtime.process_transports import TransportKind
+from graphpipe.runtime.sharding import OptimizerStates
+from graphpipe.runtime.update import OptimizerFactory
 from graphpipe.schedule import kfkb
 from graphpipe.stage import Stage, StageGraph
 from graphpipe.strategy import Strategy
@@ -58,13 +60,15 @@ def compare(
     loss_fn: LossFunction | None = None,
     k: int = 1,
     num_devices: int = 0,
+    make_optimizer: OptimizerFactory = sgd,
+    optimizer_states: OptimizerStates = OptimizerStates.COPIED,
 ) -> dict[str, Any]:
     """Train some steps by a strategy and in one process; return the largest differences, and facts about the run."""
     alone = copy.deepcopy(model)
     captured = capture(model, batches[0], loss_fn=loss_fn)
     strategy = hand_made(captured, parts, mini_batch_size, k=k, num_devices=num_devices)
-    pipeline = Pipeline(captured, strategy, optimizer=sgd, transport=kind)
-    optimizer = sgd(alone.parameters())
+    pipeline = Pipeline(captured, strategy, optimizer=make_optimizer, transport=kind, optimizer_states=optimizer_states)
+    optimizer = make_optimizer(alone.named_parameters())
     losses, errors, copies_equal = [], {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}, True
     missing: list[str] = []
     for batch in batches:
@@ -84,6 +88,7 @@ def compare(
             errors["parameter"] = max(errors["parameter"], relative(parameters[name], parameter.detach()))
         copies_equal &= all(torch.equal(parameters[n], p.detach()) for n, p in pipeline.parameters.items())
     trace = pipeline.trace()
+    updated = pipeline.optimizer
     return {
         "losses": losses,
         **errors,
@@ -94,6 +99,7 @@ def compare(
             for device in range(trace.num_devices)
         ],
         "order": str(strategy.schedule),
+        "updated": sorted(n for n, p in pipeline.parameters.items() if updated and p in updated.state),
         "spans": [[s.device, s.kind.value, s.start_s, s.stop_s, s.stage, s.micro_batch] for s in trace.spans],
         "gradients": {n: g.tolist() for n, g in gradients.items() if g.numel() == 1},
     }

@@ -56,6 +56,19 @@ def test_replicas_reduce_once_a_step_and_stay_equal(replicas: list[dict[str, Any
         assert result["reductions"] == [1, 1, 0, 0, 0]
 
 
+def test_replicas_share_the_states_of_the_optimizer() -> None:
+    results = run_case("shared_optimizer_states", 4, kinds=BOTH)
+    check(results)
+    for kind in range(2):
+        updated = [result["updated"] for result in results[4 * kind : 4 * kind + 4]]
+        assert all(updated)
+        # Every parameter has one state, and every replica about a third of the bytes of its stage.
+        assert sorted(name for own in updated for name in own) == sorted(
+            f"{layer}.{kind}" for layer in "abcd" for kind in ("bias", "weight")
+        )
+        assert updated[3] == ["c.bias", "c.weight", "d.bias", "d.weight"]
+
+
 def test_a_contrastive_loss_is_that_of_the_whole_batch() -> None:
     results = run_case("contrastive_loss_of_one_hot", 2, kinds=BOTH)
     check(results)

@@ -54,7 +54,7 @@ def start_buckets(
         bucket_bytes: A bucket is filled up to this, and has at least one parameter.
     """
     buckets = []
-    for group in _grouped(parameters, bucket_bytes):
+    for group in grouped(parameters, bucket_bytes):
         dtype, device = group[0].dtype, group[0].device
         gradients = [parameter.grad for parameter in group]
         parts = [
@@ -70,7 +70,7 @@ def start_buckets(
     return buckets
 
 
-def _grouped(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+def grouped(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters of one dtype at a time, in the order given, in groups of up to some bytes."""
     for dtype in sorted({parameter.dtype for parameter in parameters}, key=str):
         group: list[nn.Parameter] = []

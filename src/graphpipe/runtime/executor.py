@@ -282,7 +282,8 @@ class Executor:
         inputs: dict[str, Tensor] = {}
         for name in module.input_names:
             if name in self.source.inputs:
-                inputs[name] = take_samples(batch.inputs[name], self.source.inputs[name].layout, samples)
+                taken = take_samples(batch.inputs[name], self.source.inputs[name].layout, samples)
+                inputs[name] = taken.to(self.torch_device, non_blocking=True)
             else:
                 spec = self.source.values[name]
                 value = self._assemble(batch, task, name, spec, samples).detach()

@@ -24,6 +24,7 @@ from graphpipe.runtime.peak_memory import peak_memory_bytes
 from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, join, rank, world_size
 from graphpipe.runtime.process_transports import TransportKind, make_transport
 from graphpipe.runtime.resize import resized
+from graphpipe.runtime.sharding import OptimizerStates, ParameterSharing, parameter_owners
 from graphpipe.runtime.stages import StageSource
 from graphpipe.runtime.update import (
     LRSchedulerFactory,
@@ -87,6 +88,8 @@ class Pipeline:
         timeout: How long one task, or what runs between two steps, may take while other ranks wait for it; past that
             the job ends and says where. Processes that are gone or stopped are noticed within seconds.
         transport: How messages travel; by default NCCL where the model's parameters are on a GPU, else gloo.
+        optimizer_states: Whether every replica keeps the optimizer's state of its parameters, or they share it. If they
+            share it, each one's optimizer gets a part of the parameters.
 
     Attributes:
         num_steps: The updates of the parameters so far, also those before a checkpoint that was taken up.
@@ -110,6 +113,7 @@ class Pipeline:
         example_batch: Any = None,
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
         transport: TransportKind | None = None,
+        optimizer_states: OptimizerStates = OptimizerStates.COPIED,
     ) -> None:
         self.strategy = strategy
         if lr_scheduler is not None and optimizer is None:
@@ -124,6 +128,8 @@ class Pipeline:
         self._update: Update | None = None
         self._has_accumulated = False
         self._transport_kind = transport
+        self._optimizer_states = optimizer_states
+        self._sharing: ParameterSharing | None = None
         # Past this torch itself gives up, without knowing the cause; the watchdog is to be first.
         self._transport_timeout = timeout + datetime.timedelta(seconds=30)
         self._watchdog = job_watchdog(timeout)
@@ -145,6 +151,7 @@ class Pipeline:
         self._watchdog.start(rank(), world_size(), _broadcast_text)
         with self._watchdog.operation("the comparison of the strategies and parameters"):
             check_agreement("strategies", _digest(self.strategy), "load the same strategy")
+            check_agreement("shapes or types between stages", _specs_digest(source), "use the same versions and options")
             check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
         modules = {
             x: source.stage_module(stage.operators)
@@ -153,12 +160,16 @@ class Pipeline:
         }
         device = next((p.device for p in _all_parameters(source).values()), torch.device("cpu"))
         self._transport_kind = self._transport_kind or TransportKind.for_device(device)
-        groups = [reduction.devices for reduction in self._program(self.strategy.mini_batch_size).reductions]
-        transport = make_transport(self._transport_kind, groups, self._transport_timeout)
+        reductions = self._program(self.strategy.mini_batch_size).reductions
+        transport = make_transport(self._transport_kind, [r.devices for r in reductions], self._transport_timeout)
         self._source = source
         self._executor = Executor(rank(), source, modules, transport, clock_for(device), device)
         self._executor.position = self._watchdog.cells
         trainable = [(name, p) for name, p in self._executor.parameters.items() if p.requires_grad]
+        if self._optimizer_states is OptimizerStates.SHARDED:
+            owners = parameter_owners(self.strategy.graph, reductions)
+            self._sharing = ParameterSharing(rank(), self._executor.parameters, reductions, owners, transport)
+            trainable = [(name, p) for name, p in trainable if owners.get(name, rank()) == rank()]
         if self._make_optimizer is not None and trainable:
             self.optimizer = make_optimizer(self._make_optimizer, trainable)
             if self._make_lr_scheduler is not None:
@@ -229,6 +240,8 @@ class Pipeline:
         self._built()
         assert self._update is not None
         result = self._update.apply()
+        if self._sharing is not None:
+            self._sharing.share()
         self._has_accumulated = False
         self.num_steps += 1
         return result
@@ -453,6 +466,12 @@ def tensor_digest(tensor: Tensor) -> str:
 def _digest(strategy: Strategy) -> str:
     text = json.dumps(strategy.to_json(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _specs_digest(source: StageSource) -> str:
+    """Return a hash of what every value looks like, so that no message meets a buffer of another size or type."""
+    specs = sorted((s.name, str(s.dtype), s.shape, str(s.layout)) for s in source.values.values())
+    return hashlib.sha256(json.dumps(specs).encode()).hexdigest()
 
 
 def _all_parameters(source: StageSource) -> dict[str, nn.Parameter]:

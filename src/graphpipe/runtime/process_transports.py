@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,9 +39,17 @@ class TransportKind(StrEnum):
         return cls.NCCL if device.type == "cuda" else cls.GLOO
 
 
+class ProcessTransport(Transport, Protocol):
+    """A transport between processes."""
+
+    def broadcast(self, devices: Sequence[int], source: int, tensor: Tensor) -> None:
+        """Give a tensor of `source` to all `devices`, in place. Every one of them calls this in the same order."""
+        ...
+
+
 def make_transport(
     kind: TransportKind, reductions: Sequence[tuple[int, ...]], timeout: datetime.timedelta
-) -> Transport:
+) -> ProcessTransport:
     """Return a transport. All ranks must call this with the same arguments.
 
     Args:
@@ -96,6 +105,10 @@ class _ProcessTransport:
     def all_reduce(self, devices: Sequence[int], tensor: Tensor) -> None:
         """Sum a tensor over devices, in place."""
         self.start_all_reduce(devices, tensor).wait()
+
+    def broadcast(self, devices: Sequence[int], source: int, tensor: Tensor) -> None:
+        """Give a tensor of one device to all of a group that sums gradients, in place."""
+        dist.broadcast(tensor, src=source, group=self._groups[tuple(devices)])
 
 
 class GlooTransport(_ProcessTransport):
@@ -204,6 +217,11 @@ class OrderedTransport(_ProcessTransport):
         """Begin to sum a tensor over devices, in place."""
         group = self._groups[tuple(devices)]
         return self._stream.begin(lambda: _finish(_sum(tensor, group)))
+
+    def broadcast(self, devices: Sequence[int], source: int, tensor: Tensor) -> None:
+        """Give a tensor of one device to all of a group that sums gradients, in place."""
+        group = self._groups[tuple(devices)]
+        self._stream.begin(lambda: _finish(dist.broadcast(tensor, src=source, group=group, async_op=True))).wait()
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
