@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
@@ -196,6 +195,8 @@ def program_of(pipeline: Pipeline, mini_batch_size: int) -> Program:
 
 def torch_chain(forward_s: float, num_micro_batches: int, batch: Tensor) -> Callable[[], object]:
     """Return a step of torch's 1F1B on a chain with a stage a process."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
     rank, count = dist.get_rank(), dist.get_world_size()
     stage = PipelineStage(Emulated(forward_s, Sleeper()), rank, count, torch.device("cpu"))
     schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=lambda output, _: output.mean())

@@ -62,6 +62,11 @@ PLOTS = {
         pattern=r"case-study/(?P<x>graph_over_\w+)(?P<series>)", x_label="", y_label="samples a second over the chain's"
     ),
     "towers": Plot(pattern=r"towers/(?P<x>[^/]+)/(?P<series>\w+_over_\w+)", x_label="", y_label="seconds over seconds"),
+    "runtime": Plot(
+        pattern=r"runtime/emulated/(?P<x>\d+)-processes/(?P<series>\w+)_over_ideal",
+        x_label="processes",
+        y_label="seconds over the simulated seconds",
+    ),
 }
 """The pictures by benchmark."""
 

@@ -6,13 +6,13 @@ import importlib
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
-from benchmarks import case_study, paper_models, plots, scale, search, stage_counts
+from benchmarks import case_study, emulated, paper_models, plots, runtime, scale, search, stage_counts
 from benchmarks.__main__ import NAMES
 from benchmarks.common import Figure, Report, at_least, at_most, print_report, write_report
 from benchmarks.problems import OPTIMIZER, PLANNERS, planned, samples_per_s, summit_problem
@@ -21,8 +21,12 @@ from graphpipe.estimate import estimate
 from graphpipe.graph import ComputationGraph
 from graphpipe.graph.series_parallel import decompose, knots_of
 from graphpipe.planner.piper import enumerate_downsets
+from graphpipe.program import lower
+from graphpipe.schedule import kfkb
+from graphpipe.stage import StageGraph
 from tests.planner.models import towers
 from tests.planner.oracle import check_strategy
+from tests.stage_graphs import make_stages
 from tests.strategies import computation_graphs, series_parallel_edges
 
 LINEAR_FLOPS = 2 * 4096 * 4096
@@ -143,6 +147,23 @@ def test_simulated_events_are_counted() -> None:
     # Every micro-batch makes as many, and each device adds a sum of gradients or a step of the optimizer.
     assert many - few == scale.simulated_events(4, 24)[1] - many
     assert few < many < 2 * few
+
+
+def test_the_least_bytes_count_a_value_once_a_device() -> None:
+    # Two stages on one device read the value of a third, four bytes for each of 6 samples: it is sent to each of them.
+    stages = make_stages([(0, 1), (0, 2)], mini_batch_size=6, sizes=(2, 3, 6), devices=[(0,), (1,), (1,)])
+    one_value = replace(stages.graph.values[0], consumers=("o1", "o2"))
+    graph = replace(stages.graph, values=(one_value,))
+    program = lower(StageGraph(graph, stages.stages, 6), kfkb(stages))
+    assert sum(m.num_bytes for m in program.messages) == 2 * (24 + 24)
+    assert runtime.least_bytes(program) == 24 + 24
+
+
+def test_emulated_branches_meet_in_the_last_stage() -> None:
+    assert emulated.branches_of(4) == ((), (0,), (), (1, 2))
+    assert emulated.branches_of(5) == ((), (0,), (), (2,), (1, 3))
+    assert emulated.branches_of(2) == ((), (0,))
+    assert emulated.chain_of(3) == ((), (0,), (1,))
 
 
 def test_pictures_are_drawn_from_the_files(tmp_path: Path) -> None:
