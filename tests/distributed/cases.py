@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphpipe.capture import capture
+from graphpipe.runtime.checkpoint import Checkpointer
+from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.sharding import OptimizerStates
-from tests.distributed.parity import compare
+from tests.distributed import parity
+from tests.distributed.parity import compare, hand_made
 
 
 def batch_of(num_samples: int, width: int = 4, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -67,22 +72,44 @@ def replicas() -> dict[str, Any]:
     return compare(Chain(), parts, [batch_of(16, seed=s) for s in range(3)], 16, loss_fn=mean_square)
 
 
-def shared_optimizer_states() -> dict[str, Any]:
-    """Three replicas of the first two layers share the states of AdamW: no device has all, and all are used."""
+def shared_optimizer_states(folder: str) -> dict[str, Any]:
+    """Three replicas of the first two layers share the states of AdamW: no device has all, and all are used.
+
+    A checkpoint of them is taken up by replicas that share and by some that do not.
+    """
 
     def adamw(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.01)
 
     parts = [("a b", 3, (0, 1, 2)), ("", 2, (3,))]
-    return compare(
-        Chain(),
-        parts,
-        [batch_of(12, seed=s) for s in range(3)],
-        12,
-        loss_fn=mean_square,
-        make_optimizer=adamw,
-        optimizer_states=OptimizerStates.SHARDED,
+    batches = [batch_of(12, seed=s) for s in range(3)]
+    found = compare(
+        Chain(), parts, batches, 12, loss_fn=mean_square, make_optimizer=adamw, optimizer_states=OptimizerStates.SHARDED
     )
+
+    def pipeline(states: OptimizerStates) -> Pipeline:
+        captured = capture(Chain(), batches[0], loss_fn=mean_square)
+        strategy = hand_made(captured, parts, 12)
+        return Pipeline(captured, strategy, optimizer=adamw, optimizer_states=states, transport=parity.kind)
+
+    path = Path(folder) / parity.kind
+    first = pipeline(OptimizerStates.SHARDED)
+    with Checkpointer(first, path) as checkpoints:
+        checkpoints.restore()
+        first.step(batches[0])
+        checkpoints.save()
+    for batch in batches[1:]:
+        first.step(batch)
+    expected = first.gather_parameters()
+    resumed = []
+    for states in OptimizerStates:
+        second = pipeline(states)
+        with Checkpointer(second, path) as checkpoints:
+            checkpoints.restore()
+        for batch in batches[1:]:
+            second.step(batch)
+        resumed.append(all(torch.equal(t, expected[n]) for n, t in second.gather_parameters().items()))
+    return {**found, "resumed": resumed}
 
 
 class Towers(nn.Module):

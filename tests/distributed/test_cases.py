@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,9 +57,10 @@ def test_replicas_reduce_once_a_step_and_stay_equal(replicas: list[dict[str, Any
         assert result["reductions"] == [1, 1, 0, 0, 0]
 
 
-def test_replicas_share_the_states_of_the_optimizer() -> None:
-    results = run_case("shared_optimizer_states", 4, kinds=BOTH)
+def test_replicas_share_the_states_of_the_optimizer(tmp_path: Path) -> None:
+    results = run_case("shared_optimizer_states", 4, str(tmp_path), kinds=BOTH)
     check(results)
+    assert all(result["resumed"] == [True, True] for result in results)
     for kind in range(2):
         updated = [result["updated"] for result in results[4 * kind : 4 * kind + 4]]
         assert all(updated)
