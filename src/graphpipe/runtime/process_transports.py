@@ -159,10 +159,9 @@ class NcclTransport(_ProcessTransport):
 
     def start_all_reduce(self, devices: Sequence[int], tensor: Tensor) -> Pending:
         """Begin to sum a tensor over devices, in place."""
-        if tensor.device.type != "cpu":
-            return super().start_all_reduce(devices, tensor)
-        assert len(devices) == dist.get_world_size(), "tensors on the host are summed over all ranks only"
-        return _sum(tensor, self._host)
+        if tensor.device.type == "cpu" and len(devices) == dist.get_world_size():
+            return _sum(tensor, self._host)
+        return super().start_all_reduce(devices, tensor)
 
 
 class OrderedTransport(_ProcessTransport):
