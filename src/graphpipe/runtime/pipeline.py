@@ -151,7 +151,9 @@ class Pipeline:
         self._watchdog.start(rank(), world_size(), _broadcast_text)
         with self._watchdog.operation("the comparison of the strategies and parameters"):
             check_agreement("strategies", _digest(self.strategy), "load the same strategy")
-            check_agreement("shapes or types between stages", _specs_digest(source), "use the same versions and options")
+            check_agreement(
+                "shapes or types between stages", _specs_digest(source), "use the same versions and options"
+            )
             check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
         modules = {
             x: source.stage_module(stage.operators)
