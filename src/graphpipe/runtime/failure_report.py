@@ -30,13 +30,18 @@ def report_failure(message: str, rank: int | None) -> None:
         _write(folder / f"rank-{rank or 0}.json", {"time": time.time(), "rank": rank or 0, "message": message})
 
 
-def report_verdict(message: str) -> None:
-    """Leave why the whole job ended where the launcher finds it; without one, print it."""
+def report_verdict(message: str, rank: int) -> None:
+    """Leave why the whole job ended where the launcher finds it; without one, print it.
+
+    Args:
+        message: What to say.
+        rank: The first that failed.
+    """
     folder = _folder()
     if folder is None:
         _print(f"error: {message}")
     else:
-        _write(folder / _VERDICT, {"message": message})
+        _write(folder / _VERDICT, {"rank": rank, "message": message})
 
 
 def expect_verdict() -> None:
@@ -56,14 +61,18 @@ def expect_no_verdict() -> None:
 def first_error(folder: Path, patience_s: float = 3.0) -> str | None:
     """Return the first cause that the processes of a job have left in a folder, or None.
 
+    To a watchdog's verdict belongs the traceback of the rank that failed first, where it has left one.
+
     Args:
         folder: That of the launcher.
         patience_s: How long to wait for a watchdog that still runs.
     """
     _await_verdict(folder, patience_s)
-    if (folder / _VERDICT).is_file():
-        return str(json.loads((folder / _VERDICT).read_text())["message"])
     found = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
+    if (folder / _VERDICT).is_file():
+        verdict = json.loads((folder / _VERDICT).read_text())
+        traces = [e["message"] for e in found if e["rank"] == verdict["rank"] and "Traceback" in e["message"]]
+        return "\n".join([verdict["message"], *traces])
     if not found:
         return None
     first = min(found, key=lambda error: (error["time"], error["rank"]))

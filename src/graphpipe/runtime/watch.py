@@ -447,7 +447,7 @@ class Watch:
             return
         self._has_verdict = True
         if os.environ.get("LOCAL_RANK", str(self.rank.rank)) == "0":
-            report_verdict(verdict.message)
+            report_verdict(verdict.message, verdict.rank)
         if verdict.rank == self.rank.rank:
             self._end(None, 0.0)
 

@@ -1,0 +1,74 @@
+"""The rank's side of the watchdog, without a watchdog process."""
+
+from __future__ import annotations
+
+import datetime
+
+import pytest
+
+from graphpipe.errors import BatchError
+from graphpipe.program import AwaitReceive, Compute, OptimizerStep, lower
+from graphpipe.runtime.verdict import PlaceKind
+from graphpipe.runtime.watch import Cell
+from graphpipe.runtime.watchdog import Watchdog
+from graphpipe.schedule import kfkb
+from tests.stage_graphs import DIAMOND, make_stages
+
+
+@pytest.fixture
+def watchdog() -> Watchdog:
+    return Watchdog(datetime.timedelta(seconds=60))
+
+
+def test_every_instruction_has_a_place_that_names_task_and_edges(watchdog: Watchdog) -> None:
+    stages = make_stages(DIAMOND, mini_batch_size=4)
+    program = lower(stages, kfkb(stages))
+    firsts = [watchdog.place(program, device) for device in range(4)]
+    assert firsts == [watchdog.place(program, device) for device in range(4)]  # Told once.
+    for first, instructions in zip(firsts, program.instructions, strict=True):
+        for place, instruction in zip(watchdog._places[first:], instructions, strict=False):
+            match instruction:
+                case Compute(task, _, _):
+                    assert place.kind is PlaceKind.WORK
+                    assert place.text.startswith(f"task {task} (stage {task.stage}, micro-batch {task.micro_batch}, ")
+                    assert "edge" in place.text
+                case AwaitReceive(message):
+                    assert place.kind is PlaceKind.WAIT
+                    assert place.text.endswith(f"edge {message.source.stage}→{message.target.stage}")
+                case OptimizerStep():
+                    assert place.kind is PlaceKind.WORK
+                case _:
+                    assert place.kind is PlaceKind.WAIT
+
+
+def test_joint_operations_are_counted_and_nest(watchdog: Watchdog) -> None:
+    cells = watchdog.cells
+    with watchdog.step(7):
+        assert (cells[Cell.STEP], cells[Cell.OPERATION]) == (7, 1)
+        cells[Cell.PLACE] = 12
+        with watchdog.operation("the norm of the gradients"):
+            assert cells[Cell.OPERATION] == 2
+            assert watchdog._places[cells[Cell.PLACE]].text == "the norm of the gradients"
+        assert cells[Cell.PLACE] == 12
+    assert cells[Cell.PLACE] == 0
+
+
+def test_a_wrong_input_leaves_the_operation_and_training_may_go_on(watchdog: Watchdog) -> None:
+    with pytest.raises(BatchError), watchdog.operation("the comparison of the batches"):
+        raise BatchError("no input")
+    assert watchdog.cells[Cell.PLACE] == 0
+
+
+def test_a_failed_step_keeps_its_place_for_the_watchdog_to_see(watchdog: Watchdog) -> None:
+    with pytest.raises(ZeroDivisionError), watchdog.step(1):  # noqa: PT012
+        watchdog.cells[Cell.PLACE] = 0
+        watchdog._places.append(watchdog._places[0])
+        watchdog.cells[Cell.PLACE] = 1
+        raise ZeroDivisionError
+    assert watchdog.cells[Cell.PLACE] == 1
+
+
+def test_a_job_of_one_process_has_no_watchdog(watchdog: Watchdog) -> None:
+    watchdog.start(0, 1, lambda text, _: text)
+    watchdog.leave()
+    assert watchdog.cells == [0] * len(Cell)
