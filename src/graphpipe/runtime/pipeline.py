@@ -279,7 +279,7 @@ class Pipeline:
             finished.append(self.update() if updates else UpdateResult())
 
         self._executor.first_place = self._watchdog.place(program, rank())
-        with self._watchdog.step():
+        with self._watchdog.step(self.num_steps + 1):
             loss = self._executor.run(program, inputs, finish if updates else None)
             if not finished:  # also on a rank without a stage, whose program is empty
                 finish()

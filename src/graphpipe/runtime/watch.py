@@ -43,7 +43,7 @@ class Cell(IntEnum):
     OPERATION = 1
     """How many joint operations have begun."""
     STEP = 2
-    """How many steps have begun."""
+    """The number of the step, from 1."""
     BEAT = 3
     """Counted up by a thread."""
 

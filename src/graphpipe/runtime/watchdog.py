@@ -163,11 +163,11 @@ class Watchdog:
         cells[Cell.PLACE] = before
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Watch a block in which the executor runs a program."""
+    def step(self, number: int) -> Iterator[None]:
+        """Watch a block in which the executor runs a program, for the step with this number."""
         cells = self.cells
         cells[Cell.OPERATION] += 1
-        cells[Cell.STEP] += 1
+        cells[Cell.STEP] = number
         try:
             yield
         except Exception as error:
