@@ -23,6 +23,9 @@ WIDTH, MICRO_BATCH_SIZE = 512, 512
 # Layers of the long branch on each of two devices; the short one, with the end, is on a third.
 LONG, SHORT = (4, 8), 4
 
+# Micro-batches in a step.
+COUNTS = (4, 32)
+
 
 class Uneven(nn.Module):
     """A branch of twelve layers beside one of four, and a light end."""
@@ -45,7 +48,7 @@ def uneven_branches() -> dict[str, Any]:
     """Train the two branches with Adam by plans of 4 to 32 micro-batches of one size."""
     torch.set_default_dtype(torch.float32)
     measured, predicted = [], []
-    for count in (4, 4, 32):
+    for count in (COUNTS[0], *COUNTS):
         captured = capture(Uneven(), batch_of(MICRO_BATCH_SIZE))
         strategy = plan(captured, count * MICRO_BATCH_SIZE)
         pipeline = Pipeline(captured, strategy, optimizer=partial(torch.optim.Adam, foreach=False))
@@ -55,8 +58,9 @@ def uneven_branches() -> dict[str, Any]:
         start_bytes = resident_bytes("VmRSS")
         # Resets the largest resident size to the present one.
         Path("/proc/self/clear_refs").write_text("5")
-        for _ in range(2):  # Adam's state is made by the first step, and held through the second.
-            pipeline.step(batch)
+        # Adam's state is made by the first step, and held through the second.
+        pipeline.step({name: tensor[: COUNTS[0] * MICRO_BATCH_SIZE] for name, tensor in batch.items()})
+        pipeline.step(batch)
         measured.append(resident_bytes("VmHWM") - start_bytes + own_bytes)
         predicted.append(estimate(strategy).memory[torch.distributed.get_rank()].total)
         del pipeline, batch, captured
