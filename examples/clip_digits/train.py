@@ -56,7 +56,7 @@ def main() -> None:
     )
     train(pipeline, stream, options.steps)
     trace = pipeline.trace()
-    model.load_state_dict(pipeline.gather_parameters(), strict=False)
+    model.load_state_dict(pipeline.gather_state_dict())
     accuracy = zero_shot_accuracy(model, digits)
     say(f"zero-shot accuracy on {len(digits.held_out_targets)} held-out digits: {accuracy:.1%}")
 

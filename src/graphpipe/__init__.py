@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from graphpipe.runtime.checkpoint import Checkpointer, Saving
     from graphpipe.runtime.loss_scale import LossScaling
+    from graphpipe.runtime.model_file import load_model
     from graphpipe.runtime.pipeline import Pipeline, StepResult
     from graphpipe.runtime.process_transports import TransportKind
     from graphpipe.runtime.sharding import OptimizerStates
@@ -62,6 +63,7 @@ _HOME = {
     "Strategy": "graphpipe.strategy",
     "StrategyError": "graphpipe.errors",
     "TransportKind": "graphpipe.runtime.process_transports",
+    "load_model": "graphpipe.runtime.model_file",
     "plan": "graphpipe.api",
     "verify": "graphpipe.api",
 }
@@ -86,6 +88,7 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "TransportKind",
+    "load_model",
     "plan",
     "verify",
 ]

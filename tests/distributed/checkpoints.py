@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from tests.distributed.parity import Part, hand_made
 PLANS: dict[str, list[Part]] = {
     "three": [("a", 2, (0,)), ("b c", 4, (1,)), ("", 2, (2,))],
     "replicas": [("a b", 4, (0, 1)), ("c", 1, (2,)), ("", 8, (3,))],
+    "two": [("a b", 4, (0,)), ("", 2, (1,))],
     "one": [("a b c", 2, (0,)), ("", 2, (0,))],
 }
 NUM_STEPS = 6
@@ -41,11 +45,11 @@ class Net(nn.Module):
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Return AdamW with another learning rate for biases."""
+    """Return AdamW with another learning rate for a layer that most ranks have no part of."""
     named = list(parameters)
-    biases = [(n, p) for n, p in named if n.endswith("bias")]
-    weights = [(n, p) for n, p in named if not n.endswith("bias")]
-    groups = [{"params": g, "lr": lr} for g, lr in ((weights, 0.01), (biases, 0.02)) if g]
+    quick = [p for n, p in named if n.startswith("c.")]
+    slow = [p for n, p in named if not n.startswith("c.")]
+    groups = [{"params": g, "lr": lr} for g, lr in ((slow, 0.01), (quick, 0.02)) if g]
     return torch.optim.AdamW(groups, weight_decay=0.1)
 
 
@@ -80,9 +84,25 @@ def outcome(pipeline: gp.Pipeline, losses: list[float]) -> dict[str, Any]:
     }
 
 
+def train_alone() -> dict[str, Any]:
+    """Train six steps in this process, without GraphPipe."""
+    model = Net(0.0)
+    optimizer = adamw(model.named_parameters())
+    rates = schedule(optimizer)
+    losses = []
+    for batch in batches():
+        optimizer.zero_grad()
+        loss = mean_square(model(batch["x"]), batch)
+        loss.backward()
+        optimizer.step()
+        rates.step()
+        losses.append(float(loss))
+    return {"losses": losses, "state": {name: tensor.tolist() for name, tensor in model.state_dict().items()}}
+
+
 def train_and_save(folder: str) -> dict[str, Any]:
     """Six steps without a break, then three with a checkpoint, with dropout and without."""
-    found = {}
+    found = {"alone": train_alone()}
     for name, dropout in (("dropout", 0.5), ("plain", 0.0)):
         whole = make("three", dropout)
         found[name] = outcome(whole, train(whole, batches()))
@@ -101,3 +121,38 @@ def resume(folder: str, plan: str, name: str) -> dict[str, Any]:
         step = checkpoints.restore()
         losses = train(pipeline, checkpoints.remaining(batches()))
     return {"step": step, **outcome(pipeline, losses)}
+
+
+def die_while_saving(folder: str) -> None:
+    """Save step 1, and lose rank 1 while step 2 is written: its tensors are on disk then, the manifest is not."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    class Deadly(HuggingFaceStorageWriter):
+        def write_data(self, *arguments: Any) -> Any:
+            written = super().write_data(*arguments)
+            written.wait()
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return written
+
+    pipeline = make("two", 0.5)
+    with gp.Checkpointer(pipeline, folder) as checkpoints:
+        train(pipeline, batches()[:1])
+        checkpoints.save()
+        train(pipeline, batches()[1:2])
+        torch.distributed.checkpoint.hf_storage.HuggingFaceStorageWriter = Deadly  # type: ignore[misc]
+        checkpoints.save()
+
+
+def resume_after_death(folder: str) -> dict[str, Any]:
+    """Start again, and tell what was said."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("graphpipe.checkpoint").addHandler(Listener())
+    pipeline = make("two", 0.5)
+    with gp.Checkpointer(pipeline, folder) as checkpoints:
+        return {"step": checkpoints.restore(), "said": said, "files": sorted(p.name for p in Path(folder).iterdir())}

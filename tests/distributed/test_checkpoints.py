@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.harness import run_case
+from tests.distributed.harness import run_case, torchrun
 
 pytestmark = pytest.mark.distributed
 RELATIVE = 1e-9
@@ -27,7 +27,7 @@ def test_training_goes_on_in_new_processes_under_the_same_and_another_plan(tmp_p
 
     for plan, num_processes in (("replicas", 4), ("one", 1)):
         for result in run_case("checkpoints.resume", num_processes, str(tmp_path), plan, "plain"):
-            check_close(result, whole[0]["plain"])
+            check_close(result, whole[0]["alone"])
 
 
 def check_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -38,3 +38,16 @@ def check_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["state"].keys() == expected["state"].keys()
     for name, tensor in found["state"].items():
         np.testing.assert_allclose(tensor, expected["state"][name], rtol=RELATIVE, atol=1e-15)
+
+
+def test_after_a_rank_died_while_saving_the_older_checkpoint_is_used(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    worker = ["-m", "tests.distributed.worker", "checkpoints.die_while_saving", str(tmp_path), str(folder)]
+    assert torchrun(2, worker).returncode != 0
+    assert (folder / "latest").read_text() == "step-00000001\n"
+    assert len(list((folder / "step-00000002.draft").glob("*.safetensors"))) == 2
+
+    results = run_case("checkpoints.resume_after_death", 2, str(folder))
+    assert [result["step"] for result in results] == [1, 1]
+    assert results[0]["files"] == ["latest", "lock", "step-00000001"]
+    assert "saved a checkpoint of step 2, which is removed; the newest whole one is of step 1" in results[0]["said"][0]

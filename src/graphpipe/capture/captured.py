@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -66,6 +67,15 @@ class CapturedModel:
         self._position = {operator.name: i for i, operator in enumerate(self.graph.operators)}
         position = next(i for i, nodes in enumerate(units.members) if training_graph.loss in nodes)
         self.loss_operator = self.graph.operators[position].name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the model's operations and how they are connected, to tell another model from this one.
+
+        Unlike that of the graph it does not depend on what operations cost, on which are grouped, or on which
+        parameters are frozen. Numbers such as a dropout probability are no part of it.
+        """
+        return self._training_graph.fingerprint
 
     def flatten_batch(self, batch: Any) -> dict[str, Tensor]:
         """Return the tensors of a batch by input name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,16 @@ class TrainingGraph:
     def order(self) -> Mapping[fx.Node, int]:
         """The position of each operation."""
         return {node: i for i, node in enumerate(self.operations)}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of what each operation is and reads."""
+        names = {node: node.op for node in self.module.graph.nodes}
+        names |= {node: attribute.name for node, attribute in self.attributes.items()}
+        names |= self.input_names
+        names |= {node: f"#{i}" for node, i in self.order.items()}
+        lines = [" ".join([str(node.target), *(names[n] for n in node.all_input_nodes)]) for node in self.operations]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     @cached_property
     def input_names(self) -> Mapping[fx.Node, str]:

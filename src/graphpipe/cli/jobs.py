@@ -13,19 +13,48 @@ from torch.utils import _pytree as pytree
 from graphpipe.api import Job
 
 
-def batches(job: Job, mini_batch_size: int) -> Iterator[Any]:
-    """Yield batches without end: the job's own, again and again, or its example batch repeated to size."""
-    if job.batches is None:
-        repeated = tile(job.example_batch, mini_batch_size)
+class Batches:
+    """Batches without end: the job's own, again and again, or its example batch repeated to size.
+
+    Where the job's loader has ``state_dict`` and ``load_state_dict``, so have these batches, and `is_stateful` is True.
+
+    Args:
+        job: Whose batches.
+        mini_batch_size: The samples of a repeated example batch.
+    """
+
+    def __init__(self, job: Job, mini_batch_size: int) -> None:
+        self._job = job
+        self._mini_batch_size = mini_batch_size
+        self._epoch = 0
+        self._drawn = 0
+        self._loader: Iterable[Any] | None = job.batches() if job.batches is not None else None
+        self.is_stateful = hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._job.batches is None or self._loader is None:
+            repeated = tile(self._job.example_batch, self._mini_batch_size)
+            while True:
+                yield repeated
         while True:
-            yield repeated
-    while True:
-        count = 0
-        for batch in job.batches():
-            count += 1
-            yield batch
-        if not count:
-            return
+            for batch in self._loader:
+                self._drawn += 1
+                yield batch
+            if not self._drawn:
+                return
+            self._epoch, self._drawn = self._epoch + 1, 0
+            self._loader = self._job.batches()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where in which epoch the batches are, as the loader puts it."""
+        loader: Any = self._loader
+        return {"epoch": self._epoch, "drawn": self._drawn, "loader": loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was called."""
+        loader: Any = self._loader
+        self._epoch, self._drawn = state["epoch"], state["drawn"]
+        loader.load_state_dict(state["loader"])
 
 
 def tile(batch: Any, num_samples: int) -> Any:

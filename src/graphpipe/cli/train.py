@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,26 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds that one task, or a rank between two steps, may take while others wait.",
 )
-@click.option("--save", type=click.Path(path_type=Path), help="Write the trained parameters as safetensors.")
+@click.option("--save", type=click.Path(path_type=Path), help="Write the trained model as safetensors.")
+@click.option("--init", type=click.Path(path_type=Path), help="Begin with the model of a safetensors file.")
+@click.option(
+    "--checkpoint-dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Save checkpoints here, and go on from the newest one that is here already.",
+)
+@click.option(
+    "--save-every", type=click.IntRange(min=1), default=100, show_default=True, help="Steps between checkpoints."
+)
+@click.option("--keep", type=click.IntRange(min=1), default=3, show_default=True, help="Checkpoints that stay.")
+@click.option(
+    "--saving",
+    type=click.Choice(["synchronous", "asynchronous"]),
+    default="synchronous",
+    show_default=True,
+    help="Whether steps go on while a checkpoint is written.",
+)
+@click.option("--resume-from", type=click.IntRange(min=0), help="Go back to the checkpoint of this step.")
 def command(
     strategy_file: Path,
     reference: str,
@@ -45,12 +65,23 @@ def command(
     report: Path | None,
     timeout_s: float,
     save: Path | None,
+    init: Path | None,
+    folder: Path | None,
+    save_every: int,
+    keep: int,
+    saving: str,
+    resume_from: int | None,
 ) -> None:
     """Train a model by a strategy.
 
     Starts a process for each device of the strategy, or joins those that torchrun has started. The job's optimizer and
     batches are used; without them AdamW and the example batch, repeated.
+
+    With --checkpoint-dir a job that was interrupted goes on where it was when it is started again, also under another
+    strategy. --steps counts the steps before as well.
     """
+    if resume_from is not None and folder is None:
+        raise GraphPipeError("--resume-from needs --checkpoint-dir, the folder of the checkpoints")
     strategy = Strategy.load(strategy_file)
     for path in (trace, report, save):
         if path is not None and not path.parent.is_dir():
@@ -58,8 +89,18 @@ def command(
         if path is not None and path.is_dir():
             raise GraphPipeError(f"{str(path)!r} is a folder; name a file in it")
     if not is_worker():
-        options = {"--trace": trace, "--report": report, "--save": save}
-        given = [text for name, path in options.items() if path is not None for text in (name, str(path))]
+        options = {
+            "--trace": trace,
+            "--report": report,
+            "--save": save,
+            "--init": init,
+            "--checkpoint-dir": folder,
+            "--save-every": save_every,
+            "--keep": keep,
+            "--saving": saving,
+            "--resume-from": resume_from,
+        }
+        given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
         launch(
             len(strategy.cluster),
             [
@@ -69,13 +110,18 @@ def command(
             ],
         )
         return
-    from graphpipe.cli.jobs import batches, default_optimizer
+    from graphpipe.cli.checkpoints import TrainingCheckpoints
+    from graphpipe.cli.jobs import Batches, default_optimizer
     from graphpipe.cli.model_reference import load_job
+    from graphpipe.runtime.checkpoint import Saving
+    from graphpipe.runtime.model_file import load_model
     from graphpipe.runtime.pipeline import Pipeline
     from graphpipe.runtime.process_group import world_size
 
     strategy.check_world_size(world_size())
     job = load_job(reference)
+    if init is not None:
+        load_model(job.model, init)
     with job.autocasting():
         pipeline = Pipeline(
             job.model,
@@ -88,23 +134,37 @@ def command(
             example_batch=job.example_batch,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-    _train(pipeline, islice(batches(job, strategy.mini_batch_size), steps), steps, log_every)
+    batches = Batches(job, strategy.mini_batch_size)
+    if folder is None:
+        _train(pipeline, iter(batches), steps, log_every, lambda: None)
+    else:
+        checkpoints = TrainingCheckpoints(
+            pipeline, batches, folder, save_every=save_every, keep=keep, saving=Saving(saving)
+        )
+        _train(pipeline, checkpoints.resume(resume_from), steps, log_every, checkpoints.step_done)
+        checkpoints.close()
     _write(pipeline, trace, report, save)
 
 
-def _train(pipeline: Pipeline, stream: Any, steps: int, log_every: int) -> None:
+def _train(
+    pipeline: Pipeline, stream: Iterator[Any], steps: int, log_every: int, step_done: Callable[[], None]
+) -> None:
     from graphpipe.runtime.process_group import rank
 
-    since, samples, done = time.perf_counter(), 0, 0
-    for done, batch in enumerate(stream, start=1):
+    since, samples, before = time.perf_counter(), 0, pipeline.num_steps
+    for batch in islice(stream, max(0, steps - before)):
         result = pipeline.step(batch)
         samples += result.num_samples
+        done = pipeline.num_steps
         if rank() == 0 and (done % log_every == 0 or done == steps):
             seconds = time.perf_counter() - since
             print(f"step {done}/{steps}  loss {result.loss:.4f}  {samples / seconds:.0f} samples/s", flush=True)
             since, samples = time.perf_counter(), 0
-    if not done:
+        step_done()
+    if pipeline.num_steps == before < steps:
         raise GraphPipeError("the job's batches are empty; `batches` must yield at least one batch")
+    if before >= steps and rank() == 0:
+        print(f"{before} of {steps} steps were done before; nothing is left to train")
 
 
 def _write(pipeline: Pipeline, trace: Path | None, report: Path | None, save: Path | None) -> None:
@@ -115,7 +175,8 @@ def _write(pipeline: Pipeline, trace: Path | None, report: Path | None, save: Pa
     from graphpipe.runtime.process_group import rank
 
     measured = pipeline.trace() if trace is not None or report is not None else None
-    parameters = pipeline.gather_parameters() if save is not None else None
+    if save is not None:
+        pipeline.save_model(save)
     if rank() != 0:
         return
     if trace is not None and measured is not None:
@@ -124,10 +185,5 @@ def _write(pipeline: Pipeline, trace: Path | None, report: Path | None, save: Pa
     if report is not None:
         write_text(report, html_report(pipeline.strategy, estimate(pipeline.strategy), measured))
         print(f"report written to {report}")
-    if save is not None and parameters is not None:
-        from safetensors.torch import save_file
-
-        draft = save.with_name(f".{save.name}.tmp")
-        save_file(parameters, draft)
-        draft.replace(save)
-        print(f"{len(parameters)} parameters written to {save}")
+    if save is not None:
+        print(f"model written to {save}")

@@ -26,13 +26,13 @@ def command(strategy_file: Path, reference: str) -> None:
     from torch import nn
 
     from graphpipe import api
-    from graphpipe.cli.jobs import batches
+    from graphpipe.cli.jobs import Batches
     from graphpipe.cli.model_reference import load_job
     from graphpipe.runtime.process_group import rank, world_size
 
     strategy.check_world_size(world_size())
     job = load_job(reference)
-    batch = next(batches(job, strategy.mini_batch_size))
+    batch = next(iter(Batches(job, strategy.mini_batch_size)))
     with job.autocasting():
         found = api.verify(job.model, strategy, batch, loss_fn=job.loss_fn)
     name, error = found.worst

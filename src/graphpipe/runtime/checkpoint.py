@@ -37,6 +37,8 @@ from graphpipe.runtime.process_group import rank, world_size
 # Writing the state of a large model takes minutes, and the fastest rank waits for the slowest.
 _TIMEOUT = datetime.timedelta(minutes=30)
 _log = logging.getLogger("graphpipe.checkpoint")
+# What reading a manifest that another program wrote may raise.
+_MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 _T = TypeVar("_T")
 _END = object()
 _SCHEDULE = "pipeline.lr_scheduler"
@@ -111,9 +113,11 @@ class Checkpointer:
         self._batches_to_skip = 0
         held = set().union(*self._gather(own))
         self._unheld = sorted(set(model_tensors(pipeline.model)) - held)
-        self._on_first_rank(self._open)
+        # A job may save where there was nothing, or what follows a checkpoint that it took up.
+        self._older_step = self._on_first_rank(self._open)
 
-    def _open(self) -> None:
+    def _open(self) -> int | None:
+        """Lock the folder, tidy it, and return the step of its newest checkpoint."""
         self._folder.lock()
         steps = self._folder.steps()
         for step in self._folder.remove_drafts():
@@ -121,6 +125,7 @@ class Checkpointer:
             _log.warning("a job ended while it saved a checkpoint of step %d, which is removed; %s", step, newest)
         # A job may have ended between the last file of a checkpoint and `latest`.
         self._folder.point_to_latest()
+        return steps[-1] if steps else None
 
     # ---- saving
 
@@ -147,8 +152,13 @@ class Checkpointer:
         step = self._pipeline.num_steps
         if step == self._saved_step:
             return
+        if self._older_step is not None:
+            raise CheckpointError(
+                f"{str(self._folder.path)!r} has a checkpoint of step {self._older_step}, which this job, at step "
+                f"{step}, did not go on from; restore it before the first step, or name another folder"
+            )
         state = self._agree(self._state)
-        self._on_first_rank(lambda: self._begin(step))
+        self._on_first_rank(lambda: self._folder.begin(step))
         if self._saving is Saving.ASYNCHRONOUS:
             copied = state.snapshot()
             self._writing = _Background(lambda: self._write(step, copied))
@@ -211,17 +221,8 @@ class Checkpointer:
         return RankState(tensors, record)
 
     def _all_states(self) -> dict[str, Stateful]:
-        schedule = self._pipeline.lr_scheduler
-        return self._states if schedule is None else {**self._states, _SCHEDULE: schedule}
-
-    def _begin(self, step: int) -> None:
-        newest = max(self._folder.steps(), default=0)
-        if newest >= max(step, 1):
-            raise CheckpointError(
-                f"{str(self._folder.path)!r} has a checkpoint of step {newest}, which this job, at step {step}, did "
-                "not go on from; restore it before the first step, or name another folder"
-            )
-        self._folder.begin(step)
+        own = {_SCHEDULE: self._pipeline.lr_scheduler, "pipeline.loss_scaler": self._pipeline.loss_scaler}
+        return {**self._states, **{name: state for name, state in own.items() if state is not None}}
 
     def _write(self, step: int, state: RankState) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
@@ -256,7 +257,8 @@ class Checkpointer:
         files = {name: facts for part, _, _ in found for name, facts in part.items()}
         content = {
             "batches": step if self._batches_done is None else self._batches_done,
-            "model": self._pipeline.strategy.graph.fingerprint,
+            "model": self._pipeline.model_fingerprint,
+            "torch": torch.__version__,
             "tensors": {name: layout for _, part, _ in found for name, layout in part.items()},
             "ranks": [record for _, _, record in found],
         }
@@ -292,11 +294,12 @@ class Checkpointer:
             targets = self._agree(lambda: self._targets(manifest))
             self._read(chosen, targets)
             self._agree(lambda: self._take_up(chosen, manifest["ranks"], targets))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except _MALFORMED as error:
             raise self._folder.damaged(
                 chosen, f"its manifest is malformed ({type(error).__name__}: {error})"
             ) from error
         self._pipeline.num_steps = self._saved_step = chosen
+        self._older_step = None
         self._batches_to_skip = int(manifest["batches"])
         if step is not None:
             self._on_first_rank(lambda: self._set_aside(step))
@@ -321,7 +324,8 @@ class Checkpointer:
         model = model_tensors(self._pipeline.model)
         expected = layout_of({f"model.{name}": tensor for name, tensor in model.items()})
         check_layout(found, expected, step)
-        if manifest["model"] != self._pipeline.strategy.graph.fingerprint:
+        # Another release of torch may take the same model apart in another way.
+        if manifest["torch"] == torch.__version__ and manifest["model"] != self._pipeline.model_fingerprint:
             raise CheckpointError(
                 f"the checkpoint of step {step} is of another model: its parameters have the same names and "
                 "shapes, but the operations between them differ; build the model that was saved, or begin with its "
@@ -365,7 +369,7 @@ class Checkpointer:
             saved = next((r["states"][name] for r in (mine, *records) if name in r["states"]), None)
             if saved is None:
                 raise CheckpointError(
-                    f"the checkpoint of step {step} has no state of {name!r}; it was saved without it"
+                    f"the checkpoint of step {step} has no state of {name!r}; the job that saved it had none"
                 )
             found = decode(saved, tensors)
             state.load_state_dict(fit_schedule(found, self._pipeline.optimizer) if name == _SCHEDULE else found)
@@ -380,10 +384,10 @@ class Checkpointer:
         Args:
             batches: All batches of the job, from the first on.
         """
-        stream = iter(batches)
         if self._batches_to_skip and self._random_before is not None:
             now = random_state()
             set_random_state(self._random_before)
+            stream = iter(batches)
             for done in range(self._batches_to_skip):
                 if next(stream, _END) is _END:
                     raise CheckpointError(
@@ -391,6 +395,8 @@ class Checkpointer:
                         "pass all batches of the job"
                     )
             set_random_state(now)
+        else:
+            stream = iter(batches)
         self._batches_done = self._batches_to_skip
         for batch in stream:
             self._batches_done += 1

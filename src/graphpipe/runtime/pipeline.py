@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
+from graphpipe.runtime.model_file import save_model
 from graphpipe.runtime.peak_memory import peak_memory_bytes
 from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, join, rank, world_size
 from graphpipe.runtime.process_transports import TransportKind, make_transport
@@ -359,6 +361,13 @@ class Pipeline:
         return self._source.model
 
     @property
+    def model_fingerprint(self) -> str:
+        """A hash of the model's operations and how they are connected, whatever the plan."""
+        self._built()
+        assert self._source is not None
+        return self._source.fingerprint
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The parameters and buffers of this rank's stages by their original names."""
         executor = self._built()
@@ -392,6 +401,26 @@ class Pipeline:
         whole = self.model.state_dict(keep_vars=True)
         found = self._gather(self.tensors)
         return {n: found.get(first.get(id(t), n), t.detach() if isinstance(t, Tensor) else t) for n, t in whole.items()}
+
+    def save_model(self, path: str | Path) -> None:
+        """Write `gather_state_dict` to one safetensors file, on rank 0. All ranks must call this.
+
+        ``model.load_state_dict(safetensors.torch.load_file(path))`` loads it, and so does `graphpipe.load_model`.
+
+        Raises:
+            GraphPipeError: The file cannot be written. Every rank hears of it.
+        """
+        state = self.gather_state_dict()
+        failure = ""
+        with self._watchdog.operation("the writing of the model"):
+            if rank() == 0:
+                try:
+                    save_model(state, path)
+                except GraphPipeError as error:
+                    failure = str(error)
+            failure = _broadcast_text(failure, 0)
+        if failure:
+            raise GraphPipeError(failure)
 
     def gather_gradients(self) -> dict[str, Tensor]:
         """Return the gradient of every parameter that has one, on every rank. All ranks must call this."""

@@ -48,6 +48,11 @@ class StageSource(Protocol):
         ...
 
     @property
+    def fingerprint(self) -> str:
+        """A hash of the model's operations and how they are connected."""
+        ...
+
+    @property
     def graph(self) -> ComputationGraph:
         """The operators, and the values between them."""
         ...

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphpipe.errors import CheckpointError
+from graphpipe.runtime.plain_data import decode, encode
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())
+PLAIN = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60)
+@given(PLAIN)
+def test_plain_data_comes_back_with_its_types(value: Any) -> None:
+    found = decode(encode(value, {}, "x"), {})
+    assert repr(found) == repr(value)  # 1, 1.0 and True are equal, and not the same
+
+
+def test_what_json_lacks_comes_back() -> None:
+    value = {
+        "counter": Counter({30: 1, 80: 2}),
+        "ordered": OrderedDict(b=1, a=2),
+        "dollar": {"$tensor": "not one"},
+        "set": {3, 1},
+        "infinite": [math.inf, -math.inf],
+        "dtype": torch.bfloat16,
+        "numpy": (np.arange(3, dtype=np.uint32), np.float64(0.1)),
+    }
+    found = decode(encode(value, {}, "x"), {})
+    np.testing.assert_array_equal(found["numpy"][0], value["numpy"][0])
+    assert found["numpy"][0].dtype == np.uint32
+    assert found["numpy"][1] == 0.1
+    del found["numpy"], value["numpy"]
+    assert found == value
+    assert type(found["counter"]) is Counter
+    assert math.isnan(decode(encode(math.nan, {}, "x"), {}))
+
+
+def test_tensors_are_put_aside() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    data = encode({"generator": [torch.get_rng_state()]}, tensors, "loader")
+    assert list(tensors) == ["loader.generator.0"]
+    assert torch.equal(decode(data, tensors)["generator"][0], torch.get_rng_state())
+
+
+def test_an_object_is_refused_by_its_name() -> None:
+    with pytest.raises(CheckpointError, match=r"scaler\.hook is .*Linear"):
+        encode({"hook": torch.nn.Linear(1, 1)}, {}, "scaler")
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"$tensor": "absent"},
+        {"$dtype": "os"},
+        {"$dtype": "load"},
+        {"$call": "os.system"},
+        {"$float": "1e9"},
+        {"$tuple": 1},
+    ],
+)
+def test_data_that_nobody_wrote_is_refused(hostile: Any) -> None:
+    with pytest.raises(CheckpointError, match="not a value"):
+        decode([hostile], {})
+    assert os.system  # only its name was in the data
