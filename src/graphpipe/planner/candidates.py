@@ -16,6 +16,8 @@ from graphpipe.strategy import Strategy
 
 # So many plans are simulated at most, once one fits into memory.
 SIMULATED_PLANS = 4
+# A simulation that takes longer by less than this share is as it was played.
+AS_PLAYED = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +113,10 @@ def best_simulated(
         if best is not None:
             if left <= 0:
                 break
-            # What memory allows may be slower than what was played.
-            if (
-                plan.predicted.iteration_s > best.estimate.iteration_s
-                or plan.sketch.played_s > best.estimate.iteration_s
-            ):
+            # What memory allows may be slower than what was played. If it is not, the order of the plans is right.
+            is_as_played = best.estimate.iteration_s <= best.candidate.sketch.played_s * (1 + AS_PLAYED)
+            goal_s = best.candidate.sketch.played_s if is_as_played else best.estimate.iteration_s
+            if plan.predicted.iteration_s >= goal_s or plan.sketch.played_s >= goal_s:
                 continue
         left -= 1
         found = simulated(problem, plan, planner, k, order)

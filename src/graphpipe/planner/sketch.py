@@ -23,7 +23,7 @@ from graphpipe.planner.operators import Floats, OperatorTable
 from graphpipe.planner.placement import Traffic, place
 from graphpipe.planner.predict import Prediction, predict
 from graphpipe.schedule import fitted_limits, limits_of
-from graphpipe.schedule.play import TimedEdge, TimedStages, play
+from graphpipe.schedule.play import TimedEdge, TimedStages, exchange_s, play
 from graphpipe.stage import Recompute, StageOrder, turn
 
 Ints = NDArray[np.int64]
@@ -228,7 +228,9 @@ class Sketcher:
             else:
                 held[x] = saved
         for (x, y), each in passed.items():
-            held[y] += (each.sent * timed.sizes[y] + each.sent_fixed) / replicas[y]
+            received = (each.sent * timed.sizes[y] + each.sent_fixed) / replicas[y]
+            held[y] += received
+            once[y] += RECEIVE_BUFFERS * received
             for z, buffers in ((y, SEND_BUFFERS), (x, RECEIVE_BUFFERS)):
                 num_bytes = (each.returned * timed.sizes[z] + each.returned_fixed) / replicas[z]
                 once[z] += min(timed.counts[z], buffers) * num_bytes
@@ -314,32 +316,12 @@ class Sketcher:
         return found
 
     def _shares(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[float, float, float]:
-        """Return what passes between two groups of devices take: latency, and seconds a byte on the busiest link.
-
-        Each replica sends the samples that it has to the replicas that take them.
-
-        Returns:
-            Seconds until the first byte arrives; seconds for each byte of all replicas together that `a` sends to `b`;
-            seconds for each byte that `b` sends to `a`.
-        """
+        """Return what `exchange_s` does, quickly where all links are alike."""
         cluster = self.problem.cluster
         nodes_a, nodes_b = ({cluster.devices[d].node for d in group} for group in (a, b))
         if len(nodes_a | nodes_b) == 1 or not nodes_a & nodes_b:
             link = cluster.slowest_link((a[0], b[0]))
             return link.latency_s, 1 / (len(a) * link.bandwidth_bytes_per_s), 1 / (len(b) * link.bandwidth_bytes_per_s)
         if (a, b) not in self._known_shares:
-            out, back = [0.0] * len(a), [0.0] * len(b)
-            latency_s = 0.0
-            i = j = 0
-            start = 0
-            # In units of 1 / (len(a) * len(b)) of the samples.
-            while i < len(a):
-                stop = min((i + 1) * len(b), (j + 1) * len(a))
-                link = cluster.link(a[i], b[j])
-                seconds = (stop - start) / (len(a) * len(b) * link.bandwidth_bytes_per_s)
-                out[i] += seconds
-                back[j] += seconds
-                latency_s = max(latency_s, link.latency_s)
-                i, j, start = i + (stop == (i + 1) * len(b)), j + (stop == (j + 1) * len(a)), stop
-            self._known_shares[a, b] = (latency_s, max(out), max(back))
+            self._known_shares[a, b] = exchange_s(a, b, cluster.link)
         return self._known_shares[a, b]

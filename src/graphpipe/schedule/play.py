@@ -8,10 +8,11 @@ share micro-batches evenly, both find the same times.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from graphpipe.cluster import Link
 from graphpipe.schedule.costs import TaskCosts
 from graphpipe.schedule.dependencies import last_needed
 from graphpipe.schedule.task import Phase, device_groups
@@ -91,6 +92,38 @@ class TimedStages:
         return tuple(found[x] for x in range(len(self.sizes)))
 
 
+def exchange_s(
+    a: Sequence[int], b: Sequence[int], link: Callable[[int, int], Link | None]
+) -> tuple[float, float, float]:
+    """Return what messages between two groups of devices take.
+
+    Each replica sends the samples that it has to the replicas that take them.
+
+    Args:
+        a: Devices, none of them in `b`.
+        b: Devices.
+        link: Returns the link between two devices, or None where messages are free.
+
+    Returns:
+        Seconds until the first byte arrives, on the slowest link; seconds on the busiest link of a sender for each byte
+        that all replicas of `a` together send to `b`; and the same for `b` and `a`.
+    """
+    out, back = [0.0] * len(a), [0.0] * len(b)
+    latency_s = 0.0
+    i = j = start = 0
+    # Shares of the samples are counted in parts of len(a) * len(b).
+    while i < len(a):
+        stop = min((i + 1) * len(b), (j + 1) * len(a))
+        used = link(a[i], b[j])
+        if used is not None:
+            seconds = (stop - start) / (len(a) * len(b) * used.bandwidth_bytes_per_s)
+            out[i] += seconds
+            back[j] += seconds
+            latency_s = max(latency_s, used.latency_s)
+        i, j, start = i + (stop == (i + 1) * len(b)), j + (stop == (j + 1) * len(a)), stop
+    return latency_s, max(out), max(back)
+
+
 def timed_stages(stages: StageGraph, costs: TaskCosts) -> TimedStages:
     """Return a stage graph reduced to what its schedule depends on. Reductions are left out."""
     indices = range(len(stages.stages))
@@ -107,20 +140,12 @@ def timed_stages(stages: StageGraph, costs: TaskCosts) -> TimedStages:
     edges = []
     for edge in stages.edges:
         a, b = stages.stages[edge.source].devices, stages.stages[edge.target].devices
-        links = () if a == b else [costs.link(d, e) for d in (a[0], a[-1]) for e in (b[0], b[-1]) if d != e]
-        slowest = max((link for link in links if link), key=lambda link: link.transfer_s(1e6), default=None)
         sent_s = returned_s = latency_s = 0.0
-        if slowest is not None:
-            # Each replica sends its share.
-            sent_s, returned_s = (
-                sum(value.num_bytes(stages.stages[x].micro_batch_size) for value in values)
-                / (stages.stages[x].num_replicas * slowest.bandwidth_bytes_per_s)
-                for x, values in (
-                    (edge.source, edge.values),
-                    (edge.target, edge.returned),
-                )
-            )
-            latency_s = slowest.latency_s
+        if a != b:
+            latency_s, out_share, back_share = exchange_s(a, b, costs.link)
+            source, target = stages.stages[edge.source], stages.stages[edge.target]
+            sent_s = out_share * sum(value.num_bytes(source.micro_batch_size) for value in edge.values)
+            returned_s = back_share * sum(value.num_bytes(target.micro_batch_size) for value in edge.returned)
         edges.append(TimedEdge(edge.source, edge.target, sent_s, returned_s, latency_s, bool(edge.returned)))
     return TimedStages(
         mini_batch_size=stages.mini_batch_size,
@@ -182,11 +207,12 @@ class _Player:
         count = len(timed.sizes)
         self.forwards = [0] * count
         self.backwards = [0] * count
+        # When the last backward pass ended.
+        self.backward_end_s = [0.0] * count
         # When each forward pass ended: stages without a backward pass hold samples until others have used them.
         self.forward_end_s: list[list[float]] = [[] for _ in range(count)]
         self.free_s = [0.0] * len(timed.groups)
         self.link_free_s = [0.0] * len(timed.groups)
-        self.reduced_s = [0.0] * len(timed.groups)
         # By edge, when what each pass sends is there.
         self.activation_s: list[list[float]] = [[] for _ in timed.edges]
         self.gradient_s: list[list[float]] = [[] for _ in timed.edges]
@@ -230,8 +256,7 @@ class _Player:
             heapq.heappush(events, (finish_s, g))
             self._send(g, x, is_backward, finish_s)
             if is_backward and is_last:
-                # Gradients are summed beside the other stages' work, one stage after the other.
-                self.reduced_s[g] = max(self.reduced_s[g], finish_s) + timed.reduce_s[x]
+                self.backward_end_s[x] = finish_s
             if not is_backward:
                 self.forward_end_s[x].append(finish_s)
                 # A stage before it may hold its samples only until now.
@@ -239,7 +264,16 @@ class _Player:
                     source = timed.edges[e].source
                     if not timed.has_backward[source] and group_of[source] != g:
                         heapq.heappush(events, (finish_s, group_of[source]))
-        return Play(orders, tuple(self.forwards), tuple(self.backwards), max(*free_s, *self.reduced_s))
+        return Play(orders, tuple(self.forwards), tuple(self.backwards), max(*free_s, *self._reduced_s()))
+
+    def _reduced_s(self) -> Iterator[float]:
+        """Yield when the gradients of each group are summed: beside other stages' work, those of later stages first."""
+        for held in self.timed.groups:
+            end_s = 0.0
+            for x in reversed(held):
+                if self.timed.reduce_s[x]:
+                    end_s = max(end_s, self.backward_end_s[x]) + self.timed.reduce_s[x]
+            yield end_s
 
     def _send(self, g: int, x: int, is_backward: bool, finish_s: float) -> None:
         """Let the messages of a pass go; a link carries one at a time."""
