@@ -41,12 +41,13 @@ from graphpipe.capture.nodes import (
     mixes_in_backward,
     only_drops,
     operator_name,
+    storages,
     subgraphs,
     value_of,
     written_by,
 )
 from graphpipe.capture.rules import class_by_rule
-from graphpipe.capture.stand_ins import ProbeArguments, in_double, perturbed, random_windows
+from graphpipe.capture.stand_ins import ProbeArguments, RandomNumbers, in_double, perturbed, random_windows
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
 from graphpipe.errors import CaptureError
 
@@ -155,6 +156,7 @@ class _Probe:
         self.filled: set[fx.Node] = set()
         self._known: dict[tuple[Any, ...], SampleClass] = {}
         self._adapt = ProbeArguments()
+        self._numbers = RandomNumbers(self.device)
         for name, placeholder in graph.inputs.items():
             self.values[placeholder] = in_double(tensors[name])
             depends = any(graph.depends_on_batch(size) for size in value_of(placeholder).shape)
@@ -194,7 +196,9 @@ class _Probe:
         if by_rule is not None:
             self.classes[node] = by_rule
             shape = self.graph.shape_at(value_of(node), NUM_SAMPLES)
-            self.values[node] = 2 * torch.rand(shape, device=self.device) - 1
+            numbers = self._numbers.draw(shape)
+            is_written = bool(storages(node) & self.graph.written_storages)
+            self.values[node] = numbers.clone() if is_written else numbers
             return
         signature = self._signature(node)
         if signature is not None and signature in self._known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,32 @@ def random_windows(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return a random tensor whose row i starts at entry i of one vector, so that a large one takes little memory."""
     numbers = 0.5 + 0.5 * torch.rand(sum(shape) + 1, device=device)
     return numbers.as_strided(shape, (1,) * len(shape))
+
+
+class RandomNumbers:
+    """Tensors of numbers between -1 and 1 in random order, in no time: parts of one vector.
+
+    Past a million entries the vector repeats itself. The period is a prime, so no two samples of a tensor have the same
+    numbers, unless their size is a multiple of it.
+
+    Args:
+        device: Where the tensors are.
+    """
+
+    _PERIOD = 1_048_583
+    _STEP = 7919  # Each tensor starts at another place of the vector.
+
+    def __init__(self, device: torch.device) -> None:
+        self._numbers = 2 * torch.rand(self._PERIOD, device=device) - 1
+        self._start = 0
+
+    def draw(self, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor to read: it shares memory with others."""
+        size = math.prod(shape)
+        self._start = (self._start + self._STEP) % self._PERIOD
+        if self._start + size > len(self._numbers):
+            self._numbers = self._numbers[: self._PERIOD].repeat(2 + (self._start + size) // self._PERIOD)
+        return self._numbers[self._start : self._start + size].view(shape)
 
 
 def in_double(tensor: Tensor) -> Tensor:
