@@ -23,6 +23,7 @@ NAMES = (
     "scale",
     "towers",
     "runtime",
+    "capture",
 )
 
 

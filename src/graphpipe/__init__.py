@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StrategyError,
     )
     from graphpipe.runtime.checkpoint import Checkpointer, Saving
+    from graphpipe.runtime.initialise import FromSafetensors, FromSeed
     from graphpipe.runtime.loss_scale import LossScaling
     from graphpipe.runtime.model_file import load_model
     from graphpipe.runtime.pipeline import Pipeline, StepResult
@@ -51,6 +52,8 @@ _HOME = {
     "Cluster": "graphpipe.cluster",
     "DeadlockError": "graphpipe.errors",
     "Device": "graphpipe.cluster",
+    "FromSafetensors": "graphpipe.runtime.initialise",
+    "FromSeed": "graphpipe.runtime.initialise",
     "GraphPipeError": "graphpipe.errors",
     "Job": "graphpipe.api",
     "Link": "graphpipe.cluster",
@@ -76,6 +79,8 @@ __all__ = [
     "Cluster",
     "DeadlockError",
     "Device",
+    "FromSafetensors",
+    "FromSeed",
     "GraphPipeError",
     "Job",
     "Link",

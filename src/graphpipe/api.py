@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from graphpipe.capture import Autocast, CapturedModel, capture, eager_loss
 from graphpipe.cluster import Cluster
-from graphpipe.cost import ADAM, OptimizerCost, Profile
+from graphpipe.cost import ADAM, DEVICE_KINDS, OptimizerCost, Profile, roofline_profile
 from graphpipe.errors import GraphPipeError
+from graphpipe.graph import ComputationGraph
 from graphpipe.planner.base import Planner, PlanningProblem, check_sizes
 from graphpipe.planner.graphpipe import GraphPipePlanner
 from graphpipe.profiler import measure_profile
+from graphpipe.runtime.initialise import Init
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
 from graphpipe.runtime.update import LRSchedulerFactory, OptimizerFactory
@@ -46,6 +48,7 @@ class Job:
         autocast: The lower type that the model runs in under autocast; None for its own types.
         loss_scaling: How the loss is scaled, for training under autocast to float16.
         batches: Makes the batches to train with; every rank gets the same ones.
+        init: For a model on the meta device: where its parameters get their values.
     """
 
     model: nn.Module
@@ -57,6 +60,7 @@ class Job:
     autocast: torch.dtype | None = None
     loss_scaling: LossScaling | None = None
     batches: Callable[[], Iterable[Any]] | None = None
+    init: Init | None = None
 
     def autocasting(self) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast to plan, verify and train under, on the type of device that holds the parameters."""
@@ -90,7 +94,9 @@ def plan(
         micro_batch_sizes: Sizes to try; by default the powers of two that divide the mini-batch, and the mini-batch.
         optimizer: What the optimizer keeps.
         planner: By default `GraphPipePlanner`.
-        profile: What the operators cost; by default they are measured here, or taken from the cache on disk.
+        profile: What the operators cost; by default they are measured here, or taken from the cache on disk. Those of
+            a model on the meta device, which has nothing to measure with, are computed from the peak rates of the
+            cluster's first device.
         progress: Called now and then with a line for people.
 
     Raises:
@@ -107,8 +113,13 @@ def plan(
         captured = capture(model, example_batch, loss_fn=loss_fn)
     if profile is None:
         sizes = profile_sizes(mini_batch_size, micro_batch_sizes)
-        say(f"measuring {len(captured.graph.operators)} operators at {', '.join(map(str, sizes))} samples")
-        profile = measure_profile(captured, sizes, example_batch)
+        count = len(captured.graph.operators)
+        if any(parameter.is_meta for parameter in captured.model.parameters()):
+            say(f"computing the costs of {count} operators, since the model is on the meta device")
+            profile = _computed_profile(captured.graph, cluster, sizes)
+        else:
+            say(f"measuring {count} operators at {', '.join(map(str, sizes))} samples")
+            profile = measure_profile(captured, sizes, example_batch)
     problem = PlanningProblem(
         graph=captured.graph,
         profile=profile,
@@ -120,6 +131,16 @@ def plan(
     chosen = planner or GraphPipePlanner()
     say(f"planning for {len(cluster)} devices with {chosen.name}")
     return chosen.plan(problem, progress=progress)
+
+
+def _computed_profile(graph: ComputationGraph, cluster: Cluster, sizes: Sequence[int]) -> Profile:
+    kind = cluster.devices[0].kind
+    if kind not in DEVICE_KINDS:
+        raise GraphPipeError(
+            f"{graph.name!r} is on the meta device, so its operators cannot be measured, and the peak rates of "
+            f"{kind!r} are not known ({', '.join(DEVICE_KINDS)} are); give plan() a profile"
+        )
+    return roofline_profile(graph, kind, sizes)
 
 
 def profile_sizes(mini_batch_size: int, micro_batch_sizes: Sequence[int] = ()) -> tuple[int, ...]:
@@ -193,8 +214,14 @@ def verify(
             micro-batches round elsewhere.
 
     Raises:
-        GraphPipeError: The strategy is for another model or number of processes, or a task failed.
+        GraphPipeError: The strategy is for another model or number of processes, a task failed, or the model is on the
+            meta device.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise GraphPipeError(
+            f"{type(model).__name__} is on the meta device, and one process with all of it is what verify compares "
+            "with; build a smaller one with values"
+        )
     dtypes = {p.dtype for p in model.parameters()}
     if tolerance is None and Autocast.ambient().dtypes:
         tolerance = 5e-2

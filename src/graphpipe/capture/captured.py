@@ -136,6 +136,14 @@ class CapturedModel:
         filled = frozenset[fx.Node]() if is_batch_wise else self._classification.filled
         return build_stage(self._training_graph, nodes, self._value_names, outputs, counted, filled, self.autocast)
 
+    def adopt(self, tensors: Mapping[int, Tensor]) -> None:
+        """Let stages take other tensors in the place of the model's own, such as ones with memory for ones without.
+
+        Args:
+            tensors: The new tensor for the identity of each old one.
+        """
+        self._training_graph = self._training_graph.with_tensors(tensors)
+
     def _checked(self, operators: Sequence[str]) -> list[int]:
         if not operators:
             raise ValueError("a stage needs at least one operator")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -100,6 +100,11 @@ class TrainingGraph:
     batch_symbols: frozenset[sympy.Symbol]
     leaves: tuple[Leaf, ...]
     free_sizes: Mapping[sympy.Symbol, FreeSize]
+
+    def with_tensors(self, tensors: Mapping[int, Tensor]) -> TrainingGraph:
+        """Return the graph with other tensors in the place of the model's own, by the identity of these."""
+        attributes = {n: replace(a, tensor=tensors.get(id(a.tensor), a.tensor)) for n, a in self.attributes.items()}
+        return replace(self, attributes=attributes)
 
     @cached_property
     def order(self) -> Mapping[fx.Node, int]:

@@ -133,6 +133,7 @@ def command(
             loss_scaling=job.loss_scaling,
             example_batch=job.example_batch,
             timeout=datetime.timedelta(seconds=timeout_s),
+            init=job.init,
         )
     batches = Batches(job, strategy.mini_batch_size)
     if folder is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
 from graphpipe.runtime.executor import Executor
+from graphpipe.runtime.initialise import Init, fill_own
 from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
 from graphpipe.runtime.model_file import save_model
 from graphpipe.runtime.peak_memory import peak_memory_bytes
@@ -27,7 +28,7 @@ from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, jo
 from graphpipe.runtime.process_transports import TransportKind, make_transport
 from graphpipe.runtime.resize import resized
 from graphpipe.runtime.sharding import OptimizerStates, ParameterSharing, parameter_owners
-from graphpipe.runtime.stages import StageSource
+from graphpipe.runtime.stages import StageModule, StageSource, named_tensors
 from graphpipe.runtime.update import (
     LRSchedulerFactory,
     OptimizerFactory,
@@ -92,6 +93,8 @@ class Pipeline:
         transport: How messages travel; by default NCCL where the model's parameters are on a GPU, else gloo.
         optimizer_states: Whether every replica keeps the optimizer's state of its parameters, or they share it. If they
             share it, each one's optimizer gets a part of the parameters.
+        init: For a model on the meta device: where its parameters get their values. A rank makes those of its own
+            stages only, on the CPU; the others stay without memory.
 
     Attributes:
         num_steps: The updates of the parameters so far, also those before a checkpoint that was taken up.
@@ -116,6 +119,7 @@ class Pipeline:
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
         transport: TransportKind | None = None,
         optimizer_states: OptimizerStates = OptimizerStates.COPIED,
+        init: Init | None = None,
     ) -> None:
         self.strategy = strategy
         if lr_scheduler is not None and optimizer is None:
@@ -135,6 +139,7 @@ class Pipeline:
         # Past this torch itself gives up, without knowing the cause; the watchdog is to be first.
         self._transport_timeout = timeout + datetime.timedelta(seconds=30)
         self._watchdog = job_watchdog(timeout)
+        self._init = init
         self._programs: dict[int, Program] = {}
         self._source: StageSource | None = None
         self._model = model
@@ -156,13 +161,9 @@ class Pipeline:
             check_agreement(
                 "shapes or types between stages", _specs_digest(source), "use the same versions and options"
             )
-            check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
-        modules = {
-            x: source.stage_module(stage.operators)
-            for x, stage in enumerate(self.strategy.stages.stages)
-            if rank() in stage.devices
-        }
-        device = next((p.device for p in _all_parameters(source).values()), torch.device("cpu"))
+            modules = self._prepared_stages(source)
+        parameters = _all_parameters(source).values()
+        device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
         self._transport_kind = self._transport_kind or TransportKind.for_device(device)
         reductions = self._program(self.strategy.mini_batch_size).reductions
         transport = make_transport(self._transport_kind, [r.devices for r in reductions], self._transport_timeout)
@@ -190,6 +191,52 @@ class Pipeline:
             loss_scaler=self._loss_scaler,
         )
         _warm_up_autograd()
+
+    def _own_stages(self, source: StageSource) -> dict[int, StageModule]:
+        stages = self.strategy.stages.stages
+        return {x: source.stage_module(s.operators) for x, s in enumerate(stages) if rank() in s.devices}
+
+    def _prepared_stages(self, source: StageSource) -> dict[int, StageModule]:
+        """Return this rank's stages with their values, which agree with those of other ranks."""
+        modules = self._own_stages(source)
+        on_meta = sorted(name for name, p in _all_parameters(source).items() if p.is_meta)
+        if not on_meta and self._init is None:
+            check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
+            return modules
+        self._initialise(source, modules, on_meta)
+        return self._own_stages(source)
+
+    def _initialise(self, source: StageSource, modules: Mapping[int, StageModule], on_meta: Sequence[str]) -> None:
+        """Give memory and values to what this rank's stages hold of a model on the meta device."""
+        if self._init is None:
+            raise GraphPipeError(
+                f"{len(on_meta)} parameters of {source.graph.name!r} are on the meta device, the first is "
+                f"{on_meta[0]!r}; say where their values come from, such as init=graphpipe.FromSeed(0)"
+            )
+        if not on_meta:
+            raise GraphPipeError(
+                f"init is for a model on the meta device, and {source.graph.name!r} has its values already; build it "
+                "under `with torch.device('meta'):`, or leave init out"
+            )
+        own = named_tensors(modules)
+        source.adopt(fill_own(source.model, own, self._init))
+        held = {name: tensor_digest(t) for name, t in named_tensors(self._own_stages(source)).items()}
+        self._check_shared(held, "values for", "the init must give the same on all of them")
+
+    def _check_shared(
+        self, digests: Mapping[str, str], what: str, way_out: str, kind: type[GraphPipeError] = GraphPipeError
+    ) -> None:
+        """Check that all ranks that know a name know the same digest of it.
+
+        Raises:
+            GraphPipeError: Two ranks have different ones; an error of `kind`.
+        """
+        seen: dict[str, tuple[int, str]] = {}
+        for source in range(dist.get_world_size()):
+            for name, digest in json.loads(_broadcast_text(json.dumps(digests), source)).items():
+                other, expected = seen.setdefault(name, (source, digest))
+                if digest != expected:
+                    raise kind(f"ranks {other} and {source} were given different {what} {name!r}; {way_out}")
 
     def _program(self, mini_batch_size: int) -> Program:
         if mini_batch_size not in self._programs:
@@ -331,16 +378,13 @@ class Pipeline:
         Raises:
             BatchError: Two ranks have different tensors for an input.
         """
-        digests = {name: tensor_digest(inputs[name]) for name in inputs}
-        seen: dict[str, tuple[int, str]] = {}
-        for source in range(dist.get_world_size()):
-            for name, digest in json.loads(_broadcast_text(json.dumps(digests), source)).items():
-                other, expected = seen.setdefault(name, (source, digest))
-                if digest != expected:
-                    raise BatchError(
-                        f"ranks {other} and {source} were given different tensors for input {name!r}; every rank needs "
-                        "the same batch: make it with the same seed, and shuffle it in the same way, on all of them"
-                    )
+        self._check_shared(
+            {name: tensor_digest(inputs[name]) for name in inputs},
+            "tensors for input",
+            "every rank needs the same batch: make it with the same seed, and shuffle it in the same way, on all of "
+            "them",
+            BatchError,
+        )
         self._batches_agree = True
 
     @property

@@ -103,6 +103,10 @@ class StageSource(Protocol):
         """Return the module of a convex set of operators."""
         ...
 
+    def adopt(self, tensors: Mapping[int, Tensor]) -> None:
+        """Let stages take other tensors in the place of the model's own, by the identity of these."""
+        ...
+
 
 def take_samples(tensor: Tensor, layout: SampleLayout | None, samples: SampleRange, origin: int = 0) -> Tensor:
     """Return a view of some samples, or the tensor itself where these are all that it holds.
@@ -124,3 +128,9 @@ def take_samples(tensor: Tensor, layout: SampleLayout | None, samples: SampleRan
 def named_parameters(modules: Mapping[int, StageModule]) -> dict[str, nn.Parameter]:
     """Return the parameters of several stages by their original names, each once."""
     return {name: p for x in sorted(modules) for name, p in modules[x].named_parameters()}
+
+
+def named_tensors(modules: Mapping[int, StageModule]) -> dict[str, Tensor]:
+    """Return the parameters and buffers of several stages by their original names, each once."""
+    buffers = {name: b for x in sorted(modules) for name, b in modules[x].named_buffers()}
+    return {**named_parameters(modules), **buffers}
