@@ -49,6 +49,8 @@ class Job:
         loss_scaling: How the loss is scaled, for training under autocast to float16.
         batches: Makes the batches to train with; every rank gets the same ones.
         init: For a model on the meta device: where its parameters get their values.
+        split_points: Paths of modules to divide the model at.
+        keep_whole: Paths of modules that are one operator each.
     """
 
     model: nn.Module
@@ -61,6 +63,8 @@ class Job:
     loss_scaling: LossScaling | None = None
     batches: Callable[[], Iterable[Any]] | None = None
     init: Init | None = None
+    split_points: Sequence[str] = ()
+    keep_whole: Sequence[str] = ()
 
     def autocasting(self) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast to plan, verify and train under, on the type of device that holds the parameters."""
@@ -81,6 +85,8 @@ def plan(
     optimizer: OptimizerCost = ADAM,
     planner: Planner | None = None,
     profile: Profile | None = None,
+    split_points: Sequence[str] = (),
+    keep_whole: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Strategy:
     """Return the best strategy that the planner finds for a model on a cluster.
@@ -97,6 +103,8 @@ def plan(
         profile: What the operators cost; by default they are measured here, or taken from the cache on disk. Those of
             a model on the meta device, which has nothing to measure with, are computed from the peak rates of the
             cluster's first device.
+        split_points: Paths of modules to divide the model at; for a model that has been captured, say so there.
+        keep_whole: Paths of modules that are one operator each; for a model that has been captured, say so there.
         progress: Called now and then with a line for people.
 
     Raises:
@@ -110,7 +118,7 @@ def plan(
         captured = model
     else:
         say("capturing the model")
-        captured = capture(model, example_batch, loss_fn=loss_fn)
+        captured = capture(model, example_batch, loss_fn=loss_fn, split_points=split_points, keep_whole=keep_whole)
     if profile is None:
         sizes = profile_sizes(mini_batch_size, micro_batch_sizes)
         count = len(captured.graph.operators)
@@ -200,6 +208,8 @@ def verify(
     *,
     loss_fn: LossFunction | None = None,
     tolerance: float | None = None,
+    split_points: Sequence[str] = (),
+    keep_whole: Sequence[str] = (),
 ) -> Verification:
     """Compare the loss and every gradient of one step with a single process. All ranks call this.
 
@@ -212,6 +222,8 @@ def verify(
         loss_fn: As it was given to `plan`.
         tolerance: Relative; by default 1e-9 for a model in float64, 1e-4 in float32 and 5e-2 under autocast, where
             micro-batches round elsewhere.
+        split_points: As they were given to `plan`.
+        keep_whole: As it was given to `plan`.
 
     Raises:
         GraphPipeError: The strategy is for another model or number of processes, a task failed, or the model is on the
@@ -228,7 +240,9 @@ def verify(
     elif tolerance is None:
         tolerance = 1e-9 if dtypes == {torch.float64} else 1e-4
     shadow = copy.deepcopy(model)
-    pipeline = Pipeline(shadow, strategy, loss_fn=loss_fn, example_batch=batch)
+    pipeline = Pipeline(
+        shadow, strategy, loss_fn=loss_fn, example_batch=batch, split_points=split_points, keep_whole=keep_whole
+    )
     found = pipeline.forward_backward(batch)
     gradients = pipeline.gather_gradients()
     reference_loss, reference = _single_process(model, batch, loss_fn)

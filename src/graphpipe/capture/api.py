@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,7 @@ from graphpipe.capture.probe import NUM_SAMPLES, classify
 from graphpipe.capture.specs import LossReduction
 from graphpipe.capture.training_graph import TrainingGraph, clean
 from graphpipe.capture.units import Granularity, form_units
+from graphpipe.capture.wishes import Wishes
 
 
 def capture(
@@ -31,6 +32,8 @@ def capture(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     name: str | None = None,
     granularity: Granularity = Granularity.OPERATOR,
+    split_points: Sequence[str] = (),
+    keep_whole: Sequence[str] = (),
     mode: Mode = Mode.TRAIN,
     free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
 ) -> CapturedModel:
@@ -55,6 +58,8 @@ def capture(
             its loss: alone, as ``.loss``, under ``"loss"`` or first in a tuple.
         name: What the model is called in tables and pictures; by default its class.
         granularity: How finely the model is divided.
+        split_points: Paths of modules to divide at: no operator has parts inside and outside of one of them.
+        keep_whole: Paths of modules that become one operator each, with whatever lies between their own parts.
         free_sizes: Axes, besides the samples', whose size may differ from batch to batch, with a name for each size:
             ``{"input_ids": {1: "length"}, "labels": {1: "length"}}``. Inputs are meant by their name or by that of the
             batch's entry that they are part of. Sizes of one name are always equal.
@@ -64,6 +69,7 @@ def capture(
         CaptureError: The batch does not fit the model's inputs, or the model cannot be captured: its batch size is
             fixed, it branches on the values of a tensor, or it modifies an input. The message names the line.
     """
+    wishes = Wishes.of(model, split_points, keep_whole)
     layout, tensors = _flatten(model, example_batch, free_sizes)
     autocast = Autocast.ambient()
     wrapper = ModelWithLoss(model, layout, loss_fn)
@@ -72,7 +78,7 @@ def capture(
         warnings.warn(f"`{path}` is kept whole and takes the whole mini-batch at once: {reason}", stacklevel=2)
     accounting = account(graph, NUM_SAMPLES)
     classification = classify(graph, resize(layout, tensors, NUM_SAMPLES))
-    units = form_units(graph, classification, accounting, granularity)
+    units = form_units(graph, classification, accounting, granularity, wishes)
     description = describe(name or type(model).__name__, graph, classification, accounting, units)
     loss_unit = next(nodes for nodes in units.members if graph.loss in nodes)
     is_batch_wise = any(node in classification.batch_wise for node in loss_unit)

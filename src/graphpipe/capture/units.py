@@ -22,6 +22,7 @@ from graphpipe.capture.naming import block_of
 from graphpipe.capture.nodes import inputs_of, operator_name
 from graphpipe.capture.probe import Classification
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
+from graphpipe.capture.wishes import Wishes
 
 # A source table, such as that of token types, is folded into its join when it has this share of the largest one.
 _SMALL_TABLE_SHARE = 0.1
@@ -65,7 +66,11 @@ class Units:
 
 
 def form_units(
-    graph: TrainingGraph, classification: Classification, accounting: Accounting, granularity: Granularity
+    graph: TrainingGraph,
+    classification: Classification,
+    accounting: Accounting,
+    granularity: Granularity,
+    wishes: Wishes | None = None,
 ) -> Units:
     """Return the units of a graph.
 
@@ -74,18 +79,26 @@ def form_units(
         classification: How its tensors depend on the samples.
         accounting: Its costs.
         granularity: How finely to divide.
+        wishes: What the user wants of the division.
+
+    Raises:
+        CaptureError: A wish cannot be fulfilled.
     """
+    wishes = wishes or Wishes()
     groups = atomic_groups(graph)
     repeated = repeated_operations(graph, classification, accounting, groups)
     companions = {n: tuple(m) for m in groups.members() if len(m) > 1 for n in m if n in repeated}
     join_uncuttable(graph, classification, groups, repeated)
-    quotient = _Quotient(graph, classification, accounting, groups, repeated)
+    for nodes in wishes.whole(graph.operations).values():
+        groups.join(node for node in nodes if node not in repeated)
+    quotient = _Quotient(graph, classification, accounting, groups, repeated, wishes)
     quotient.join_cycles()
     quotient.absorb_into_producers()
     quotient.absorb_into_readers()
     if granularity is Granularity.BLOCK:
         quotient.join_blocks()
-    members = hand_on_views(graph, classification, accounting, atomic_groups(graph), quotient.ordered())
+    members = hand_on_views(graph, classification, accounting, atomic_groups(graph), quotient.ordered(), wishes)
+    wishes.check(members)
     return Units(members, repeated, companions)
 
 
@@ -95,6 +108,7 @@ def hand_on_views(
     accounting: Accounting,
     atoms: Groups,
     members: Sequence[Sequence[fx.Node]],
+    wishes: Wishes,
 ) -> tuple[tuple[fx.Node, ...], ...]:
     """Move views to the only unit that reads them, where that unit could as well read what they are views of.
 
@@ -112,8 +126,9 @@ def hand_on_views(
         sample_class = classification.classes[node]
         source_class = classification.classes[reads[0]]
         home = unit_of[node]
+        crosses = len(wishes.side([node, *(r for r in graph.readers[node] if r in unit_of)])) > 1
         is_sent = any(unit_of.get(r, home) != home for r in graph.readers[reads[0]])
-        if is_view and unit_of[reads[0]] == home and _is_better(source_class, sample_class, is_sent):
+        if is_view and not crosses and unit_of[reads[0]] == home and _is_better(source_class, sample_class, is_sent):
             (unit_of[node],) = readers
     found: list[list[fx.Node]] = [[] for _ in members]
     for node in graph.operations:
@@ -138,10 +153,12 @@ class _Quotient:
         accounting: Accounting,
         groups: Groups,
         repeated: frozenset[fx.Node],
+        wishes: Wishes,
     ) -> None:
         self.graph = graph
         self.groups = groups
         self.repeated = repeated
+        self.wishes = wishes
         self.batch_wise = classification.batch_wise
         self.heavy = {n for n in graph.operations if not is_light(n, classification, accounting)}
 
@@ -168,8 +185,13 @@ class _Quotient:
                 self.groups.join(cycle)
 
     def may_join(self, *parts: Collection[fx.Node]) -> bool:
-        """Whether joining these leaves heavy work that treats samples one by one free of operations that mix them."""
+        """Whether joining these leaves heavy work that treats samples one by one free of operations that mix them.
+
+        And whether it crosses no split point.
+        """
         nodes = [node for part in parts for node in part]
+        if len(self.wishes.side(nodes)) > 1:
+            return False
         mixes = any(node in self.batch_wise for node in nodes)
         return not mixes or all(node in self.batch_wise for node in nodes if node in self.heavy)
 

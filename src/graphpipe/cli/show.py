@@ -53,7 +53,14 @@ def _show_model(reference: str, svg: Path | None, *, every_operator: bool) -> No
     from graphpipe.cli.model_reference import load_job
 
     job = load_job(reference)
-    graph = capture(job.model, job.example_batch, loss_fn=job.loss_fn).graph
+    captured = capture(
+        job.model,
+        job.example_batch,
+        loss_fn=job.loss_fn,
+        split_points=job.split_points,
+        keep_whole=job.keep_whole,
+    )
+    graph = captured.graph
     print(outline_text(graph, every_operator=every_operator))
     if svg is not None:
         write_text(svg, outline_svg(graph, every_operator=every_operator))

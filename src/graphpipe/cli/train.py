@@ -134,6 +134,8 @@ def command(
             example_batch=job.example_batch,
             timeout=datetime.timedelta(seconds=timeout_s),
             init=job.init,
+            split_points=job.split_points,
+            keep_whole=job.keep_whole,
         )
     batches = Batches(job, strategy.mini_batch_size)
     if folder is None:

@@ -34,7 +34,14 @@ def command(strategy_file: Path, reference: str) -> None:
     job = load_job(reference)
     batch = next(iter(Batches(job, strategy.mini_batch_size)))
     with job.autocasting():
-        found = api.verify(job.model, strategy, batch, loss_fn=job.loss_fn)
+        found = api.verify(
+            job.model,
+            strategy,
+            batch,
+            loss_fn=job.loss_fn,
+            split_points=job.split_points,
+            keep_whole=job.keep_whole,
+        )
     name, error = found.worst
     line = (
         f"loss {found.loss:.9g}, single process {found.reference_loss:.9g}; largest relative difference of "

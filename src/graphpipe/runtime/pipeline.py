@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphpipe.capture import Autocast, capture
+from graphpipe.capture import Autocast, CapturedModel, capture
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
@@ -95,6 +95,8 @@ class Pipeline:
             share it, each one's optimizer gets a part of the parameters.
         init: For a model on the meta device: where its parameters get their values. A rank makes those of its own
             stages only, on the CPU; the others stay without memory.
+        split_points: As they were given to `graphpipe.plan`.
+        keep_whole: As it was given to `graphpipe.plan`.
 
     Attributes:
         num_steps: The updates of the parameters so far, also those before a checkpoint that was taken up.
@@ -120,6 +122,8 @@ class Pipeline:
         transport: TransportKind | None = None,
         optimizer_states: OptimizerStates = OptimizerStates.COPIED,
         init: Init | None = None,
+        split_points: Sequence[str] = (),
+        keep_whole: Sequence[str] = (),
     ) -> None:
         self.strategy = strategy
         if lr_scheduler is not None and optimizer is None:
@@ -140,6 +144,8 @@ class Pipeline:
         self._transport_timeout = timeout + datetime.timedelta(seconds=30)
         self._watchdog = job_watchdog(timeout)
         self._init = init
+        self._split_points = tuple(split_points)
+        self._keep_whole = tuple(keep_whole)
         self._programs: dict[int, Program] = {}
         self._source: StageSource | None = None
         self._model = model
@@ -150,7 +156,12 @@ class Pipeline:
         if not isinstance(model, nn.Module):
             self._build(model)
         elif example_batch is not None:
-            self._build(capture(model, example_batch, loss_fn=loss_fn))
+            self._build(self._capture(model, example_batch))
+
+    def _capture(self, model: nn.Module, batch: Any) -> CapturedModel:
+        return capture(
+            model, batch, loss_fn=self._loss_fn, split_points=self._split_points, keep_whole=self._keep_whole
+        )
 
     def _build(self, source: StageSource) -> None:
         self.strategy.check_model(source.graph)
@@ -305,7 +316,7 @@ class Pipeline:
     def _run(self, batch: Any, *, keeps: bool, updates: bool) -> StepResult:
         if self._executor is None or self._source is None:
             assert isinstance(self._model, nn.Module)
-            self._build(capture(self._model, batch, loss_fn=self._loss_fn))
+            self._build(self._capture(self._model, batch))
         assert self._executor is not None and self._source is not None
         inputs = self._source.flatten_batch(batch)
         self._executor.source = self._source.sized(inputs)
