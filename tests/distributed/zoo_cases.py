@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from graphpipe import plan
 from graphpipe.cluster import Cluster, Link
 from graphpipe.cost import DeviceKind, roofline_profile
 from graphpipe.runtime.pipeline import Pipeline
+from graphpipe.strategy import Strategy
 from tests.capture.conftest import train_eagerly
 from tests.capture.zoo import ZOO, captured_zoo, loss_of
 
@@ -28,24 +29,30 @@ SLOW = DeviceKind(
 )
 
 
-def planned(*names: str) -> dict[str, Any]:
-    """Compare the loss and gradients of a mini-batch with eager's, for each of these models."""
-    return {name: _planned(name) for name in names}
-
-
-def _planned(name: str) -> dict[str, Any]:
-    model, captured = captured_zoo(name)
-    cluster = Cluster.uniform(
-        NUM_DEVICES, memory_bytes=SLOW.memory_bytes, inside_node=Link(bandwidth_bytes_per_s=1e10, latency_s=1e-7)
-    )
-    strategy = plan(
+def strategy_of(name: str) -> Strategy:
+    """Return the planner's strategy for a model of the zoo."""
+    _, captured = captured_zoo(name)
+    return plan(
         captured,
         None,
         mini_batch_size=MINI_BATCH_SIZE,
         micro_batch_sizes=(2, 4),
-        cluster=cluster,
+        cluster=Cluster.uniform(
+            NUM_DEVICES,
+            memory_bytes=SLOW.memory_bytes,
+            inside_node=Link(bandwidth_bytes_per_s=1e10, latency_s=1e-7),
+        ),
         profile=roofline_profile(captured.graph, SLOW, (1, 2, 4, 8)),
     )
+
+
+def train_by(folder: str) -> dict[str, Any]:
+    """Compare the loss and gradients of a mini-batch with eager's, by each strategy of a folder."""
+    return {path.stem: _train_by(path.stem, Strategy.load(path)) for path in sorted(Path(folder).iterdir())}
+
+
+def _train_by(name: str, strategy: Strategy) -> dict[str, Any]:
+    model, captured = captured_zoo(name)
     with ZOO[name].in_its_dtype():
         torch.manual_seed(1)
         batch = ZOO[name].batch(MINI_BATCH_SIZE)
@@ -53,7 +60,6 @@ def _planned(name: str) -> dict[str, Any]:
         pipeline = Pipeline(captured, strategy)
         result = pipeline.forward_backward(batch)
         gradients = pipeline.gather_gradients()
-        dist.barrier()
     largest = max(float(g.abs().max()) for g in expected.gradients.values())
     errors = {n: float((gradients[n] - g).abs().max()) / largest for n, g in expected.gradients.items()}
     return {
@@ -61,6 +67,4 @@ def _planned(name: str) -> dict[str, Any]:
         "gradient": max(errors.values()),
         "worst": max(errors, key=errors.__getitem__),
         "missing": sorted(gradients.keys() ^ expected.gradients.keys()),
-        "num_stages": len(strategy.stages.stages),
-        "devices": sorted({d for stage in strategy.stages.stages for d in stage.devices}),
     }
