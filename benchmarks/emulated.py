@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphpipe.capture.autocast import Autocast
+from graphpipe.capture.draws import Draws
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.cluster import Cluster
 from graphpipe.cost import SGD, Profile
@@ -153,7 +154,18 @@ class EmulatedStage:
         last = len(model.reads) - 1
         self.output_names = tuple("loss" if x == last else f"v{x}" for x in operators)
 
-    def __call__(self, tensors: Mapping[str, Tensor], num_samples: int, /) -> dict[str, Tensor]:
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that a call writes: there are none."""
+        return {}
+
+    def forward_again(
+        self, tensors: Mapping[str, Tensor], num_samples: int, draws: Draws, buffers: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the outputs by name."""
+        assert not buffers
+        return self(tensors, num_samples, draws)
+
+    def __call__(self, tensors: Mapping[str, Tensor], num_samples: int, draws: Draws, /) -> dict[str, Tensor]:
         """Return the outputs by name."""
         known = dict(tensors)
         for x in self._operators:

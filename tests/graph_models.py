@@ -226,7 +226,18 @@ class GraphStage(nn.Module):
         """Yield the parameters of these operators under the model's names."""
         yield from self._part.own.items()
 
-    def forward(self, tensors: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that a call writes: there are none."""
+        return {}
+
+    def forward_again(
+        self, tensors: Mapping[str, Tensor], num_samples: int, draws: object, buffers: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Run the operators again."""
+        found: dict[str, Tensor] = self(tensors, num_samples, draws)
+        return found
+
+    def forward(self, tensors: Mapping[str, Tensor], num_samples: int, draws: object) -> dict[str, Tensor]:
         """Run the operators."""
         known = dict(tensors)
         assert len(known["x"]) == num_samples

@@ -213,7 +213,8 @@ def verify(
 ) -> Verification:
     """Compare the loss and every gradient of one step with a single process. All ranks call this.
 
-    The model's parameters and gradients are left as they were.
+    The model's parameters and gradients are left as they were. A model that draws random numbers, as dropout does, is
+    compared with its captured graph run as a whole, which draws the same ones.
 
     Args:
         model: The same on every rank.
@@ -239,13 +240,21 @@ def verify(
         tolerance = 5e-2
     elif tolerance is None:
         tolerance = 1e-9 if dtypes == {torch.float64} else 1e-4
-    shadow = copy.deepcopy(model)
-    pipeline = Pipeline(
-        shadow, strategy, loss_fn=loss_fn, example_batch=batch, split_points=split_points, keep_whole=keep_whole
-    )
+    own = copy.deepcopy(model)
+    own.zero_grad(set_to_none=True)
+    captured = capture(own, batch, loss_fn=loss_fn, split_points=split_points, keep_whole=keep_whole)
+    whole = copy.deepcopy(captured.stage_module([o.name for o in captured.graph.operators]))
+    pipeline = Pipeline(captured, strategy)
     found = pipeline.forward_backward(batch)
     gradients = pipeline.gather_gradients()
-    reference_loss, reference = _single_process(model, batch, loss_fn)
+    if captured.is_random:
+        tensors = captured.flatten_batch(batch)
+        loss = whole(tensors, captured.num_samples(tensors))[captured.loss]
+        reference_loss, reference = _backward(loss, whole)
+    else:
+        shadow = copy.deepcopy(model)
+        shadow.zero_grad(set_to_none=True)
+        reference_loss, reference = _backward(eager_loss(shadow, batch, loss_fn), shadow)
     largest = max((float(g.abs().max()) for g in reference.values() if g is not None and g.numel()), default=0.0)
     floor = SMALLEST_SCALE * largest
     errors = {name: _error(gradients.get(name), expected, floor) for name, expected in reference.items()}
@@ -256,15 +265,10 @@ def verify(
     return Verification(found.loss, reference_loss, errors, tolerance)
 
 
-def _single_process(
-    model: nn.Module, batch: Any, loss_fn: LossFunction | None
-) -> tuple[float, dict[str, Tensor | None]]:
-    reference = copy.deepcopy(model)
-    for parameter in reference.parameters():
-        parameter.grad = None
-    loss = eager_loss(reference, batch, loss_fn)
+def _backward(loss: Tensor, module: nn.Module) -> tuple[float, dict[str, Tensor | None]]:
+    """Return a loss and the gradients of a module without any before."""
     torch.autograd.backward(loss)
-    return float(loss.detach()), {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
+    return float(loss.detach()), {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
 
 
 def _error(found: Tensor | None, expected: Tensor | None, floor: float) -> float:

@@ -3,6 +3,7 @@
 from graphpipe.capture.api import capture, eager_loss
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.captured import CapturedModel
+from graphpipe.capture.draws import Draws
 from graphpipe.capture.export import Mode
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.capture.stage_module import StageModule
@@ -11,6 +12,7 @@ from graphpipe.capture.units import Granularity
 __all__ = [
     "Autocast",
     "CapturedModel",
+    "Draws",
     "Granularity",
     "LossReduction",
     "Mode",

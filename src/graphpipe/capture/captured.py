@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.describe import LOSS, Description
+from graphpipe.capture.nodes import is_random
 from graphpipe.capture.probe import Classification
 from graphpipe.capture.specs import LossReduction, ValueSpec
 from graphpipe.capture.stage_module import StageModule, build_stage
@@ -77,6 +78,11 @@ class CapturedModel:
         """
         return self._training_graph.fingerprint
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the forward pass draws random numbers, as dropout does."""
+        return any(map(is_random, self._training_graph.operations))
+
     def flatten_batch(self, batch: Any) -> dict[str, Tensor]:
         """Return the tensors of a batch by input name.
 
@@ -134,7 +140,16 @@ class CapturedModel:
         is_batch_wise = any(self.graph.operators[i].is_batch_wise for i in positions)
         counted = {} if is_batch_wise else self._classification.counted_targets
         filled = frozenset[fx.Node]() if is_batch_wise else self._classification.filled
-        return build_stage(self._training_graph, nodes, self._value_names, outputs, counted, filled, self.autocast)
+        return build_stage(
+            self._training_graph,
+            nodes,
+            self._value_names,
+            outputs,
+            counted,
+            filled,
+            self.autocast,
+            self._classification.classes,
+        )
 
     def adopt(self, tensors: Mapping[int, Tensor]) -> None:
         """Let stages take other tensors in the place of the model's own, such as ones with memory for ones without.

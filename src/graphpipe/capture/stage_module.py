@@ -9,14 +9,16 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 
 from graphpipe.capture.autocast import Autocast
+from graphpipe.capture.draws import Draws, repeatable, seeded
 from graphpipe.capture.evaluate import evaluate
 from graphpipe.capture.filling import check_places
 from graphpipe.capture.keeping import leaf_of, own_arguments, run_leaf
 from graphpipe.capture.leaves import ModuleLeaf
 from graphpipe.capture.losses import check_targets
-from graphpipe.capture.nodes import argument_of, attribute_of, is_size, value_of
+from graphpipe.capture.nodes import argument_of, attribute_of, is_size, value_of, written_by
 from graphpipe.capture.sizes import size_expression
 from graphpipe.capture.training_graph import AttributeKind, FreeSize, TrainingGraph
 
@@ -42,6 +44,7 @@ class StageModule(nn.Module):
         output_names: tuple[str, ...],
         autocast: Autocast,
         leaves: Sequence[ModuleLeaf],
+        written: frozenset[str],
     ) -> None:
         super().__init__()
         # An input may be read for its size alone.
@@ -50,6 +53,7 @@ class StageModule(nn.Module):
         self._free_sizes = dict(free_sizes)
         self.output_names = output_names
         self._autocast = autocast
+        self._written = written
         # A plain list keeps the program, which has no state, out of the module tree: the tree has original names only.
         self._program = [program]
         self._constants: dict[str, Tensor] = {}
@@ -61,12 +65,13 @@ class StageModule(nn.Module):
         # A plain list, so that modules which are kept whole, and hold the same tensors, are not in the tree again.
         self._leaves = list(leaves)
 
-    def forward(self, tensors: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+    def forward(self, tensors: Mapping[str, Tensor], num_samples: int, draws: Draws | None = None) -> dict[str, Tensor]:
         """Run the stage on one micro-batch.
 
         Args:
             tensors: Every one of `input_names`; others are left alone.
             num_samples: The samples of the micro-batch.
+            draws: What its random numbers follow from; by default `Draws()`.
 
         Returns:
             Every one of `output_names`.
@@ -86,8 +91,19 @@ class StageModule(nn.Module):
         sizes = [evaluate(size, known) for size in self._sizes]
         device = next((t.device for t in (*own, *given)), torch.device("cpu"))
         with self._autocast.applied():
-            results = self._program[0](*given, *own, *sizes, *self._leaves, device)
+            results = self._program[0](*given, *own, *sizes, *self._leaves, device, draws or Draws())
         return dict(zip(self.output_names, results, strict=True))
+
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that `forward` writes, such as running statistics, by name."""
+        return {name: buffer for name, buffer in self.named_buffers() if name in self._written}
+
+    def forward_again(
+        self, tensors: Mapping[str, Tensor], num_samples: int, draws: Draws, buffers: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Run `forward` with other tensors in the place of its written buffers, which stay as they are."""
+        found: dict[str, Tensor] = functional_call(self, dict(buffers), (tensors, num_samples, draws))
+        return found
 
     def _register(self, kind: AttributeKind, name: str, tensor: Tensor) -> tuple[nn.Module | None, str]:
         if kind is AttributeKind.CONSTANT:
@@ -120,6 +136,7 @@ def build_stage(
     counted_targets: Mapping[fx.Node, int],
     filled: Collection[fx.Node],
     autocast: Autocast,
+    classes: Mapping[fx.Node, Any],
 ) -> StageModule:
     """Return the module that runs some operations of a graph.
 
@@ -131,6 +148,7 @@ def build_stage(
         counted_targets: For each loss to check, how many targets of each sample count.
         filled: The operations that fill the places of a mask, which is to be checked.
         autocast: What the graph was captured under.
+        classes: How tensors depend on the samples.
     """
     ordered = sorted(nodes, key=graph.order.__getitem__)
     reads = [read for node in ordered for read in node.all_input_nodes]
@@ -155,6 +173,7 @@ def build_stage(
     leaves = {node: leaf for node in ordered if isinstance(leaf := leaf_of(node), ModuleLeaf)}
     leaf_nodes = {node: program.placeholder(f"leaf_{i}") for i, node in enumerate(leaves)}
     device = program.placeholder("device")
+    draws = program.placeholder("draws")
     regions: dict[str, Any] = {}
     for read in reads:
         if is_size(read):
@@ -172,10 +191,12 @@ def build_stage(
 
     for node in ordered:
         args, kwargs = fx.node.map_aggregate(node.args, place), fx.node.map_aggregate(node.kwargs, place)
-        target: Any = node.target
+        target: Any
         if node in leaves:
             # Each stage has a copy of the module's own, since the module's parameters may be copied or moved.
-            target, args = run_leaf, (leaf_nodes[node], args[0], args[1])
+            target, args, kwargs = run_seeded_leaf, (leaf_nodes[node], args[0], args[1], draws, node.name), {}
+        else:
+            target, args, kwargs = repeatable(node, classes.get(node), args, kwargs, draws)
         made = program.create_node("call_function", target, args, kwargs, name=node.name)
         if node in counts:
             target = environment[argument_of(node, "target")]
@@ -203,6 +224,7 @@ def build_stage(
         tuple(names[node] for node in outputs),
         autocast,
         [_leaf_of_stage(graph, node, leaf) for node, leaf in leaves.items()],
+        frozenset(graph.attributes[w].name for node in ordered for w in written_by(node) if w in graph.attributes),
     )
 
 
@@ -211,6 +233,14 @@ def _expected(graph: TrainingGraph, node: fx.Node, counted: int, batch: sympy.Sy
     target = value_of(argument_of(node, "target"))
     ignored = math.prod(graph.shape_at(target, 1)) - counted
     return sympy.expand(sympy.prod([size_expression(size) for size in target.shape]) - ignored * batch)
+
+
+def run_seeded_leaf(
+    leaf: ModuleLeaf, tensors: Sequence[Tensor], sizes: Sequence[Any], draws: Draws, operation: str
+) -> list[Tensor]:
+    """Run a module that is kept whole; what it draws is the same whenever it runs again."""
+    found: list[Tensor] = seeded(run_leaf, draws, operation, leaf, tensors, sizes)
+    return found
 
 
 def _leaf_of_stage(graph: TrainingGraph, node: fx.Node, leaf: ModuleLeaf) -> ModuleLeaf:

@@ -8,11 +8,12 @@ the gradients of several consumers are summed in the order of their stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from graphpipe.capture.draws import Draws
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.errors import GraphPipeError
 from graphpipe.program import (
@@ -47,7 +48,7 @@ class _Held:
 
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    random_state: Tensor | None = None
+    saved_buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class Executor:
 
     Attributes:
         loss_scale: What the gradient of the loss is multiplied by, and with it every gradient that `run` leaves.
+        draws: What the random numbers of the mini-batch follow from.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Executor:
         # Where the device is: `run` writes the number of each instruction, from `first_place` on, into the first entry.
         self.position: Cells = [0]
         self.first_place = 0
+        self.draws = Draws()
 
     def run(
         self, program: Program, inputs: Mapping[str, Tensor], optimizer_step: Callable[[], None] | None = None
@@ -290,9 +293,9 @@ class Executor:
                 inputs[name] = value.requires_grad_(spec.carries_gradient and has_backward)
         held = _Held(inputs, {})
         if recomputes:
-            held.random_state = torch.get_rng_state()
+            held.saved_buffers = {n: b.clone() for n, b in module.written_buffers().items()}
         with torch.set_grad_enabled(has_backward and not recomputes):
-            outputs = module(inputs, len(samples))
+            outputs = module(inputs, len(samples), self._draws(samples))
         if self.source.loss in outputs:
             batch.losses.append(outputs[self.source.loss].detach())
             batch.loss_weights.append(self._loss_weight(batch, samples))
@@ -331,7 +334,7 @@ class Executor:
         held = batch.held.pop((task.stage, task.micro_batch))
         stage = batch.program.stages.stages[task.stage]
         if stage.recompute is Recompute.ALL:
-            held.outputs = self._recompute(task, held, len(samples))
+            held.outputs = self._recompute(task, held, samples)
         outputs: list[Tensor] = []
         gradients: list[Tensor] = []
         for name, output in held.outputs.items():
@@ -360,16 +363,15 @@ class Executor:
             batch.loss_gradients[weight] = torch.full_like(loss, weight)
         return batch.loss_gradients[weight]
 
-    def _recompute(self, task: Task, held: _Held, num_samples: int) -> dict[str, Tensor]:
-        state = torch.get_rng_state()
-        assert held.random_state is not None
-        torch.set_rng_state(held.random_state)
-        try:
-            with torch.enable_grad():
-                outputs: dict[str, Tensor] = self.modules[task.stage](held.inputs, num_samples)
-        finally:
-            torch.set_rng_state(state)
-        return outputs
+    def _draws(self, samples: SampleRange) -> Draws:
+        return replace(self.draws, first_sample=samples.start)
+
+    def _recompute(self, task: Task, held: _Held, samples: SampleRange) -> dict[str, Tensor]:
+        """Run a forward pass again as it was the first time, and leave no mark on running statistics."""
+        with torch.enable_grad():
+            return self.modules[task.stage].forward_again(
+                held.inputs, len(samples), self._draws(samples), held.saved_buffers
+            )
 
     def _gather_gradient(
         self, batch: _MiniBatch, task: Task, name: str, output: Tensor, samples: SampleRange

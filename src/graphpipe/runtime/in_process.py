@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from graphpipe.capture.draws import Draws
 from graphpipe.errors import GraphPipeError
 from graphpipe.program import Matching, Message, Program
 from graphpipe.runtime.clock import VirtualClock, WallClock
@@ -171,7 +172,13 @@ class InProcessResult:
 
 
 def run_in_process(
-    source: StageSource, program: Program, batch: Any, costs: TaskCosts | None = None, *, timeout_s: float = 30.0
+    source: StageSource,
+    program: Program,
+    batch: Any,
+    costs: TaskCosts | None = None,
+    *,
+    timeout_s: float = 30.0,
+    draws: Draws | None = None,
 ) -> InProcessResult:
     """Run one mini-batch of a program with a thread for each device, on copies of the model's parameters.
 
@@ -183,6 +190,7 @@ def run_in_process(
         batch: The whole mini-batch.
         costs: Run under a virtual clock with these costs; by default under the wall's.
         timeout_s: How long a device waits for a message.
+        draws: What random numbers follow from.
 
     Raises:
         GraphPipeError: A task failed on a device; the first failure is raised.
@@ -191,6 +199,8 @@ def run_in_process(
     source = source.sized(inputs)
     hub = Hub(timeout_s) if program.matching is Matching.TAG else OrderedHub(len(program.instructions), timeout_s)
     executors = [_executor(source, program, hub, device, costs) for device in range(len(program.instructions))]
+    for executor in executors:
+        executor.draws = draws or executor.draws
     losses: dict[int, Tensor] = {}
     failures: list[BaseException] = []
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphpipe.capture import Autocast, CapturedModel, capture
+from graphpipe.capture import Autocast, CapturedModel, Draws, capture
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
@@ -87,6 +87,7 @@ class Pipeline:
             each parameter counted once; ``math.inf`` only measures it.
         loss_scaling: For training under autocast to float16: every rank scales the loss alike, and skips the same
             updates.
+        seed: What the entries that dropout drops follow from, with the step and the sample. The same on every rank.
         example_batch: A batch to capture the model with, under the autocast that is in force.
         timeout: How long one task, or what runs between two steps, may take while other ranks wait for it; past that
             the job ends and says where. Processes that are gone or stopped are noticed within seconds.
@@ -117,6 +118,7 @@ class Pipeline:
         lr_scheduler: LRSchedulerFactory | None = None,
         max_gradient_norm: float | None = None,
         loss_scaling: LossScaling | None = None,
+        seed: int = 0,
         example_batch: Any = None,
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
         transport: TransportKind | None = None,
@@ -152,6 +154,8 @@ class Pipeline:
         self._executor: Executor | None = None
         self._batches_agree = False
         self.num_steps = 0
+        self._seed = seed
+        self._turn = 0
         strategy.check_world_size(world_size())
         if not isinstance(model, nn.Module):
             self._build(model)
@@ -172,6 +176,7 @@ class Pipeline:
             check_agreement(
                 "shapes or types between stages", _specs_digest(source), "use the same versions and options"
             )
+            check_agreement("seeds", hashlib.sha256(str(self._seed).encode()).hexdigest(), "give the same seed")
             modules = self._prepared_stages(source)
         parameters = _all_parameters(source).values()
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
@@ -306,6 +311,7 @@ class Pipeline:
             self._sharing.share()
         self._has_accumulated = False
         self.num_steps += 1
+        self._turn = 0
         return result
 
     @property
@@ -329,6 +335,8 @@ class Pipeline:
         self._check_autocast(self._source)
         if self._loss_scaler is not None:
             self._executor.loss_scale = self._loss_scaler.scale
+        self._executor.draws = Draws(self._seed, self.num_steps, self._turn)
+        self._turn += 1
         before = {n: p.grad for n, p in self._executor.parameters.items() if keeps and p.grad is not None}
         for parameter in self._executor.parameters.values():
             parameter.grad = None

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from graphpipe.capture.autocast import Autocast
+from graphpipe.capture.draws import Draws
 from graphpipe.capture.specs import LossReduction, SampleLayout, ValueSpec
 from graphpipe.graph import ComputationGraph
 from graphpipe.stage import SampleRange
@@ -26,8 +27,18 @@ class StageModule(Protocol):
         """The values that it produces for others, and the loss."""
         ...
 
-    def __call__(self, tensors: Mapping[str, Tensor], num_samples: int, /) -> dict[str, Tensor]:
+    def __call__(self, tensors: Mapping[str, Tensor], num_samples: int, draws: Draws, /) -> dict[str, Tensor]:
         """Return the outputs by name."""
+        ...
+
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that a call writes, by name."""
+        ...
+
+    def forward_again(
+        self, tensors: Mapping[str, Tensor], num_samples: int, draws: Draws, buffers: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the outputs with other tensors in the place of the written buffers, which stay as they are."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
