@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from graphpipe.runtime.initialise import FromSafetensors, FromSeed
     from graphpipe.runtime.loss_scale import LossScaling
     from graphpipe.runtime.model_file import load_model
-    from graphpipe.runtime.pipeline import Pipeline, StepResult
+    from graphpipe.runtime.pipeline import EvaluationResult, Pipeline, StepResult
     from graphpipe.runtime.process_transports import TransportKind
     from graphpipe.runtime.sharding import OptimizerStates
     from graphpipe.strategy import Strategy
@@ -52,6 +52,7 @@ _HOME = {
     "Cluster": "graphpipe.cluster",
     "DeadlockError": "graphpipe.errors",
     "Device": "graphpipe.cluster",
+    "EvaluationResult": "graphpipe.runtime.pipeline",
     "FromSafetensors": "graphpipe.runtime.initialise",
     "FromSeed": "graphpipe.runtime.initialise",
     "GraphPipeError": "graphpipe.errors",
@@ -79,6 +80,7 @@ __all__ = [
     "Cluster",
     "DeadlockError",
     "Device",
+    "EvaluationResult",
     "FromSafetensors",
     "FromSeed",
     "GraphPipeError",

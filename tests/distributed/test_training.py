@@ -84,3 +84,12 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(precision: list[dict[st
         assert [skipped for _, skipped in result["rows"]] == [True, True, False, False]
         assert result["unchanged"] == [True, True, False, False]
         assert result["parameter"] < 1e-2
+
+
+def test_evaluation_and_prediction_are_those_of_the_model_in_eval_mode() -> None:
+    # C13 and C19: structure, kinds of tensors, modes and gradients, before and between steps.
+    results = run_case("training_cases.evaluation", 3)
+    for result in results:
+        assert max(result["loss"]) < RELATIVE
+        assert max(result["output"]) < 1e-6  # complex64 is among the outputs
+        assert all(result["structure"] + result["modes"] + result["gradients"])

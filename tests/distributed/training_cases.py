@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from graphpipe.capture import capture, eager_loss
 from graphpipe.errors import GraphPipeError
@@ -262,3 +263,73 @@ def float16() -> dict[str, Any]:
 def precision() -> dict[str, Any]:
     """Both in one job."""
     return {"bfloat16": bfloat16(), "float16": float16()}
+
+
+class Normed(nn.Module):
+    """Dropout, batch statistics and, if wanted, an output of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.frozen = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.b, self.drop, self.c = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)
+        self.frozen.eval()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.drop(torch.tanh(self.b(self.frozen(self.norm(self.a(x))))))
+        logits = self.c(hidden)
+        return {
+            "logits": (logits, None),
+            "n": 3,
+            "statistic": hidden.mean(),
+            "wave": torch.complex(logits.float(), hidden.float()),
+            "transposed": [hidden.T, self.c.bias],
+            "best": logits.argmax(1),
+        }
+
+
+def logits_error(output: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
+    return functional.mse_loss(output["logits"][0], batch["y"])
+
+
+def evaluation() -> dict[str, Any]:
+    """Eval, train, eval, train: the loss and the whole output in eval mode, of batches of several sizes."""
+    model = Normed()
+    model.train()
+    model.frozen.eval()
+    batches = [batch_of(8, seed=seed) for seed in range(3)]
+    captured = capture(model, batches[0], loss_fn=logits_error)
+    parts = [("a", 4, (0, 1)), ("norm frozen b", 8, (2,)), ("", 3, (2,))]
+    pipeline = Pipeline(captured, hand_made(captured, parts, 8), optimizer=sgd, loss_fn=logits_error)
+    found: dict[str, Any] = {"loss": [], "output": [], "structure": [], "modes": [], "gradients": []}
+    for batch in batches:
+        small = {name: tensor[:5] for name, tensor in batch.items()}
+        for given in (batch, small):
+            modes = [module.training for module in model.modules()]
+            before = pipeline.gather_gradients()
+            loss = pipeline.evaluate(given).loss
+            output = pipeline.predict({"x": given["x"]})
+            after = pipeline.gather_gradients()
+            found["modes"].append(modes == [module.training for module in model.modules()])
+            found["gradients"].append(
+                before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+            )
+            alone = copy.deepcopy(model)
+            alone.load_state_dict(pipeline.gather_state_dict())
+            alone.eval()
+            with torch.no_grad():
+                expected = alone(given["x"])
+            found["loss"].append(relative(torch.tensor(loss), logits_error(expected, given)))
+            leaves, tree = pytree.tree_flatten(output)
+            expected_leaves, expected_tree = pytree.tree_flatten(expected)
+            found["structure"].append(
+                tree == expected_tree
+                and all(
+                    (a.shape, a.dtype) == (b.shape, b.dtype) if isinstance(a, Tensor) else a == b
+                    for a, b in zip(leaves, expected_leaves, strict=True)
+                )
+            )
+            pairs = [(a, b) for a, b in zip(leaves, expected_leaves, strict=True) if isinstance(a, Tensor)]
+            found["output"].append(max(relative(a.to(b.dtype), b) for a, b in pairs))
+        pipeline.step(batch)
+    return found

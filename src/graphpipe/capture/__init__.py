@@ -1,6 +1,6 @@
 """Capture: from an unmodified PyTorch model to a graph of operators, and to modules for parts of it."""
 
-from graphpipe.capture.api import capture, eager_loss
+from graphpipe.capture.api import capture, capture_evaluation, capture_prediction, eager_loss
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.draws import Draws
@@ -20,5 +20,7 @@ __all__ = [
     "StageModule",
     "ValueSpec",
     "capture",
+    "capture_evaluation",
+    "capture_prediction",
     "eager_loss",
 ]

@@ -15,7 +15,16 @@ from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.classes import Kind
 from graphpipe.capture.describe import describe
-from graphpipe.capture.export import Mode, ModelWithLoss, export_graph, positional_names, shapes_for_meta
+from graphpipe.capture.export import (
+    Mode,
+    ModelOutputs,
+    ModelWithLoss,
+    OutputShape,
+    export_graph,
+    positional_names,
+    shapes_for_meta,
+    without_gradients,
+)
 from graphpipe.capture.keeping import next_kept
 from graphpipe.capture.leaves import UntraceableModuleError
 from graphpipe.capture.probe import NUM_SAMPLES, classify
@@ -71,29 +80,73 @@ def capture(
     """
     wishes = Wishes.of(model, split_points, keep_whole)
     layout, tensors = _flatten(model, example_batch, free_sizes)
-    autocast = Autocast.ambient()
     wrapper = ModelWithLoss(model, layout, loss_fn)
+    return _capture(model, wrapper, layout, tensors, loss_fn, name, granularity, wishes, mode)
+
+
+def capture_evaluation(
+    model: nn.Module, example_batch: Any, *, loss_fn: Callable[[Any, Any], Tensor] | None = None
+) -> CapturedModel:
+    """Return a model in eval mode and its loss as a graph of operators, none of which has a backward pass.
+
+    The arguments and errors are those of `capture`.
+    """
+    with without_gradients(model):
+        return capture(model, example_batch, loss_fn=loss_fn, mode=Mode.EVAL)
+
+
+def capture_prediction(
+    model: nn.Module, example_batch: Any, *, loss_fn: Callable[[Any, Any], Tensor] | None = None
+) -> tuple[CapturedModel, Callable[[Sequence[Tensor]], Any]]:
+    """Return a model in eval mode with what it returns, and what puts the tensors of `outputs` into that structure.
+
+    The arguments and errors are those of `capture`; the batch may lack what only `loss_fn` reads.
+    """
+    layout, tensors = _flatten(model, example_batch)
+    wishes = Wishes.of(model, (), ())
+    shape = OutputShape()
+    wrapper = ModelOutputs(model, layout, loss_fn or _unused_loss, shape)
+    with without_gradients(model):
+        captured = _capture(model, wrapper, layout, tensors, loss_fn, None, Granularity.OPERATOR, wishes, Mode.EVAL)
+    return captured, shape.filled
+
+
+def _unused_loss(_: Any, __: Any) -> Tensor:
+    raise AssertionError("a prediction computes no loss")
+
+
+def _capture(
+    model: nn.Module,
+    wrapper: ModelWithLoss,
+    layout: BatchLayout,
+    tensors: dict[str, Tensor],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    name: str | None,
+    granularity: Granularity,
+    wishes: Wishes,
+    mode: Mode,
+) -> CapturedModel:
     graph, reasons = _training_graph(wrapper, model, layout, tensors, mode)
     for path, reason in reasons.items():
-        warnings.warn(f"`{path}` is kept whole and takes the whole mini-batch at once: {reason}", stacklevel=2)
+        warnings.warn(f"`{path}` is kept whole and takes the whole mini-batch at once: {reason}", stacklevel=3)
     accounting = account(graph, NUM_SAMPLES)
     classification = classify(graph, resize(layout, tensors, NUM_SAMPLES))
     units = form_units(graph, classification, accounting, granularity, wishes)
     description = describe(name or type(model).__name__, graph, classification, accounting, units)
     loss_unit = next(nodes for nodes in units.members if graph.loss in nodes)
     is_batch_wise = any(node in classification.batch_wise for node in loss_unit)
-    reduction = _loss_reduction(classification.classes[graph.loss].kind, is_batch_wise)
     return CapturedModel(
         model,
         description,
         layout,
-        reduction,
+        _loss_reduction(classification.classes[graph.loss].kind, is_batch_wise),
         _parameter_names(model),
         graph,
         classification,
         units,
-        autocast,
+        Autocast.ambient(),
         reasons,
+        loss_fn,
     )
 
 

@@ -11,7 +11,9 @@ from torch import Tensor, fx, nn
 
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.batch import BatchLayout, resize
+from graphpipe.capture.classes import SampleClass
 from graphpipe.capture.describe import LOSS, Description
+from graphpipe.capture.export import LossFunction
 from graphpipe.capture.nodes import is_random
 from graphpipe.capture.probe import Classification
 from graphpipe.capture.specs import LossReduction, ValueSpec
@@ -34,6 +36,7 @@ class CapturedModel:
         loss_reduction: How the loss of a mini-batch follows from those of its micro-batches.
         parameter_names: For each parameter in the graph, all of the model's names for it, its own name first. Tied
             parameters have several.
+        loss_fn: What the loss was computed with; None for a model that returns it.
         autocast: What the model was captured under, and its stages run under.
         kept_whole: The paths of the modules that are one operator each, since they cannot be followed inside, and why.
     """
@@ -50,8 +53,10 @@ class CapturedModel:
         units: Units,
         autocast: Autocast,
         kept_whole: Mapping[str, str],
+        loss_fn: LossFunction | None = None,
     ) -> None:
         self.model = model
+        self.loss_fn = loss_fn
         self.graph: ComputationGraph = description.graph
         self.values: Mapping[str, ValueSpec] = description.values
         self.inputs: Mapping[str, ValueSpec] = layout.inputs
@@ -82,6 +87,12 @@ class CapturedModel:
     def is_random(self) -> bool:
         """Whether the forward pass draws random numbers, as dropout does."""
         return any(map(is_random, self._training_graph.operations))
+
+    @property
+    def outputs(self) -> tuple[tuple[str, SampleClass], ...]:
+        """The names of the wanted results besides the loss, and how each depends on the samples."""
+        names, classes = self._value_names, self._classification.classes
+        return tuple((names[node], classes[node]) for node in self._training_graph.outputs)
 
     def flatten_batch(self, batch: Any) -> dict[str, Tensor]:
         """Return the tensors of a batch by input name.
@@ -132,7 +143,7 @@ class CapturedModel:
         unit_nodes = {node for members in self._units.members for node in members}
 
         def leaves(node: fx.Node) -> bool:
-            if node is self._training_graph.loss:
+            if node is self._training_graph.loss or node in self._training_graph.outputs:
                 return True
             return any(r in unit_nodes and r not in inside for r in readers.get(node, ()))
 

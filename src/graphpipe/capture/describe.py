@@ -83,7 +83,7 @@ def describe(
             if readers[node]:
                 crossing.setdefault(unit_of[node], []).append(node)
     taken = {LOSS, *graph.inputs}
-    value_names = {graph.loss: LOSS}
+    value_names = {graph.loss: LOSS, **{node: f"output:{i}" for i, node in enumerate(graph.outputs)}}
     specs: dict[str, ValueSpec] = {}
     values = []
     for i, nodes in sorted(crossing.items()):

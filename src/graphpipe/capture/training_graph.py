@@ -90,6 +90,7 @@ class TrainingGraph:
         batch_symbols: The symbols that stand for the number of samples.
         leaves: The Python code that some operations run.
         free_sizes: By symbol, the other sizes that may differ from batch to batch.
+        outputs: The operations whose results are wanted besides the loss.
     """
 
     module: fx.GraphModule
@@ -100,6 +101,7 @@ class TrainingGraph:
     batch_symbols: frozenset[sympy.Symbol]
     leaves: tuple[Leaf, ...]
     free_sizes: Mapping[sympy.Symbol, FreeSize]
+    outputs: tuple[fx.Node, ...] = ()
 
     def with_tensors(self, tensors: Mapping[int, Tensor]) -> TrainingGraph:
         """Return the graph with other tensors in the place of the model's own, by the identity of these."""
@@ -199,7 +201,7 @@ def clean(
             graph.erase_node(node)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     inputs = dict(zip(layout.inputs, placeholders, strict=True))
-    loss = next(n for n in graph.nodes if n.op == "output").all_input_nodes[0]
+    loss, *outputs = next(n for n in graph.nodes if n.op == "output").args[0]
     if loss.op != "call_function":
         raise CaptureError(f"the loss of {type(model).__name__} is one of its inputs or parameters; nothing to train")
     symbols: set[sympy.Symbol] = set()
@@ -212,8 +214,10 @@ def clean(
             for symbol in free_symbols(size) if axis in own else ():
                 example = layout.inputs[input_name].shape[axis]
                 free_sizes.setdefault(symbol, FreeSize(own[axis], input_name, axis, example))
-    operations = _live(graph, loss, attributes)
-    found = TrainingGraph(module, attributes, inputs, operations, loss, frozenset(symbols), tuple(leaves), free_sizes)
+    operations = _live(graph, [loss, *outputs], attributes)
+    found = TrainingGraph(
+        module, attributes, inputs, operations, loss, frozenset(symbols), tuple(leaves), free_sizes, tuple(outputs)
+    )
     _check(found, model)
     return found
 
@@ -260,13 +264,13 @@ def _attributes(module: fx.GraphModule, model: nn.Module, original: Mapping[int,
     return found
 
 
-def _live(graph: fx.Graph, loss: fx.Node, attributes: Mapping[fx.Node, Attribute]) -> tuple[fx.Node, ...]:
-    """The tensor operations that the loss needs, or that write a buffer or a tensor that is needed."""
+def _live(graph: fx.Graph, wanted: list[fx.Node], attributes: Mapping[fx.Node, Attribute]) -> tuple[fx.Node, ...]:
+    """The tensor operations that the wanted ones need, or that write a buffer or a tensor that is needed."""
     writers = [(node, written_by(node)) for node in graph.nodes if node.op == "call_function"]
     writers = [(node, written) for node, written in writers if written]
     live: set[fx.Node] = set()
     needed = {s for node in attributes for s in storages(node)}
-    waiting = [loss]
+    waiting = list(wanted)
     while waiting:
         while waiting:
             node = waiting.pop()

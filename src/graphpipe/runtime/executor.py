@@ -111,6 +111,7 @@ class Executor:
     Attributes:
         loss_scale: What the gradient of the loss is multiplied by, and with it every gradient that `run` leaves.
         draws: What the random numbers of the mini-batch follow from.
+        kept_names: The outputs of stages to keep in `kept`, with their samples, until somebody clears it.
     """
 
     def __init__(
@@ -136,6 +137,8 @@ class Executor:
         self.position: Cells = [0]
         self.first_place = 0
         self.draws = Draws()
+        self.kept_names: frozenset[str] = frozenset()
+        self.kept: list[tuple[str, SampleRange, Tensor]] = []
 
     def run(
         self, program: Program, inputs: Mapping[str, Tensor], optimizer_step: Callable[[], None] | None = None
@@ -299,6 +302,7 @@ class Executor:
         if self.source.loss in outputs:
             batch.losses.append(outputs[self.source.loss].detach())
             batch.loss_weights.append(self._loss_weight(batch, samples))
+        self.kept += [(n, samples, t.detach()) for n, t in outputs.items() if n in self.kept_names]
         held.outputs = outputs
         batch.held[task.stage, task.micro_batch] = held
 

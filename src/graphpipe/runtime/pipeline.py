@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 
-from graphpipe.capture import Autocast, CapturedModel, Draws, capture
+from graphpipe.capture import Autocast, CapturedModel, Draws, capture, capture_evaluation, capture_prediction
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
+from graphpipe.runtime.evaluation import Evaluation
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.initialise import Init, fill_own
 from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
@@ -39,11 +41,14 @@ from graphpipe.runtime.update import (
     make_optimizer,
 )
 from graphpipe.runtime.watchdog import job_watchdog
-from graphpipe.schedule import ModelCosts
+from graphpipe.schedule import ModelCosts, kfkb
+from graphpipe.stage import StageGraph
 from graphpipe.strategy import Strategy
 from graphpipe.trace import Span, SpanKind, Trace, TraceSource
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+Structured = Callable[[Sequence[Tensor]], Any]
 
 _SPAN_KINDS = tuple(SpanKind)
 
@@ -64,6 +69,19 @@ class StepResult:
     num_samples: int
     gradient_norm: float | None = None
     is_skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """What an evaluation tells every rank.
+
+    Attributes:
+        loss: Of the batch, in eval mode.
+        num_samples: The samples of the batch.
+    """
+
+    loss: float
+    num_samples: int
 
 
 class Pipeline:
@@ -152,6 +170,8 @@ class Pipeline:
         self._source: StageSource | None = None
         self._model = model
         self._executor: Executor | None = None
+        self._evaluated: dict[tuple[str, str], tuple[CapturedModel, Structured | None]] = {}
+        self._evaluations: dict[tuple[str, str, int], Evaluation] = {}
         self._batches_agree = False
         self.num_steps = 0
         self._seed = seed
@@ -313,6 +333,74 @@ class Pipeline:
         self.num_steps += 1
         self._turn = 0
         return result
+
+    def evaluate(self, batch: Any) -> EvaluationResult:
+        """Compute the loss of a batch in eval mode, without gradients. All ranks must call this.
+
+        The model is captured in eval mode when a batch of its kind is first seen; other shapes are another kind. The
+        modules of the model keep the mode that they are in.
+
+        Args:
+            batch: As for `step`.
+
+        Raises:
+            CaptureError: The model cannot be captured in eval mode.
+            GraphPipeError: A task failed.
+        """
+        evaluation, inputs, _ = self._evaluation("loss", batch)
+        with self._watchdog.operation("an evaluation"):
+            loss, _ = evaluation.run(inputs)
+        self._sum_over_ranks("the sum of the loss", loss)
+        return EvaluationResult(float(loss), evaluation.captured.num_samples(inputs))
+
+    def predict(self, batch: Any) -> Any:
+        """Return what the model returns for a batch in eval mode, on every rank. All ranks must call this.
+
+        The structure is the model's own; tensors of micro-batches are put together in the order of the samples.
+
+        Args:
+            batch: As for `step`. What only the loss reads may be missing.
+
+        Raises:
+            CaptureError: The model cannot be captured in eval mode.
+            GraphPipeError: A task failed.
+        """
+        evaluation, inputs, structured = self._evaluation("output", batch)
+        assert structured is not None
+        with self._watchdog.operation("a prediction"):
+            _, pieces = evaluation.run(inputs)
+            gathered = self._gather(pieces)
+        return structured(evaluation.joined(gathered))
+
+    def _evaluation(self, kind: str, batch: Any) -> tuple[Evaluation, dict[str, Tensor], Structured | None]:
+        trained = self._source
+        if not isinstance(trained, CapturedModel):
+            raise GraphPipeError("run a step first, or make the pipeline with example_batch, before an evaluation")
+        loss_fn = trained.loss_fn
+        key = (kind, signature(batch))
+        if key not in self._evaluated:
+            with trained.autocast.applied():
+                if kind == "loss":
+                    self._evaluated[key] = capture_evaluation(trained.model, batch, loss_fn=loss_fn), None
+                else:
+                    self._evaluated[key] = capture_prediction(trained.model, batch, loss_fn=loss_fn)
+        captured, structured = self._evaluated[key]
+        inputs = captured.flatten_batch(batch)
+        count = captured.num_samples(inputs)
+        with self._watchdog.operation("the comparison of the batches"):
+            self._check_counts(count)
+        sized = (*key, count)
+        if sized not in self._evaluations:
+            self._evaluations[sized] = Evaluation.of(
+                trained, self.strategy.stages, captured, self._built(), count, self._lowered
+            )
+        return self._evaluations[sized], inputs, structured
+
+    def _lowered(self, stages: StageGraph) -> Program:
+        assert self._transport_kind is not None
+        return lower(
+            stages, kfkb(stages), num_devices=len(self.strategy.cluster), matching=self._transport_kind.matching
+        )
 
     @property
     def has_accumulated(self) -> bool:
@@ -546,6 +634,13 @@ class Pipeline:
         if self._executor is None:
             raise GraphPipeError("the model is captured with the first batch; run a step first, or give example_batch")
         return self._executor
+
+
+def signature(batch: Any) -> str:
+    """Return what a capture depends on: names, types, and shapes but for the first axis, of tensors; other values."""
+    leaves, tree = pytree.tree_flatten(batch)
+    told = [(str(x.dtype), tuple(x.shape[1:]), x.dim()) if isinstance(x, Tensor) else repr(x) for x in leaves]
+    return f"{tree} {told}"
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -1,0 +1,94 @@
+"""Where a model runs in eval mode, and how the outputs of micro-batches are put together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpipe.capture import CapturedModel, capture, capture_evaluation, capture_prediction
+from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, Kind, SampleClass
+from graphpipe.errors import CaptureError, GraphPipeError
+from graphpipe.runtime.evaluation import evaluation_stages, holders, join
+from graphpipe.stage import SampleRange, Stage, StageGraph
+
+
+class Normed(nn.Module):
+    """In eval mode the normalisation is a light operation after the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.a(x))
+        if not self.training:
+            hidden = hidden - hidden.mean(0)
+        return self.b(hidden).square().mean()
+
+
+def training(devices: tuple[tuple[int, ...], ...]) -> tuple[CapturedModel, StageGraph]:
+    captured = capture(Normed(), {"x": torch.randn(6, 4)})
+    names = [o.name for o in captured.graph.operators]
+    stages = tuple(
+        Stage(operators=(name,), micro_batch_size=6 if name == "norm" else 2, devices=d)
+        for name, d in zip(names, devices, strict=True)
+    )
+    return captured, StageGraph(captured.graph, stages, 6)
+
+
+def test_operators_go_to_the_stage_that_holds_most_of_their_parameters() -> None:
+    trained, stages = training(((0,), (1,), (2,)))
+    captured = capture_evaluation(trained.model, {"x": torch.randn(6, 4)})
+    found = evaluation_stages(trained, stages, captured, 5)
+    assert not any(found.has_backward)
+    homes = {name: stage.devices for stage in found.stages for name in stage.operators}
+    assert homes["a"] == (0,)
+    assert homes["b"] == (2,)
+    (mixing,) = (stage for stage in found.stages if "mean" in stage.operators)
+    assert mixing.micro_batch_size == 5
+    held = holders(trained, stages)
+    assert held["a.weight"] == (0,)
+    assert held["norm.running_mean"] == held["norm.weight"] == (1,)
+
+
+def test_operators_that_mix_samples_in_eval_mode_take_no_replicas() -> None:
+    trained, stages = training(((0,), (1,), (2, 3)))
+    captured = capture_evaluation(trained.model, {"x": torch.randn(6, 4)})
+    with pytest.raises(GraphPipeError, match="'mean' mixes the samples of a batch in eval mode, and its stage 2 has 2"):
+        evaluation_stages(trained, stages, captured, 6)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Normed()
+    model.norm.eval()
+    model.a.bias.requires_grad_(False)
+    captured, structured = capture_prediction(model, {"x": torch.randn(6, 4)})
+    assert model.training
+    assert not model.norm.training
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True, True]
+    assert len(captured.outputs) == 1
+    assert structured([torch.tensor(1.0)]) == 1.0
+    with pytest.raises(CaptureError, match="returns no tensor"):
+        capture_prediction(Nothing(), {"x": torch.randn(6, 4)})
+
+
+class Nothing(nn.Module):
+    """Returns no tensor."""
+
+    def forward(self, x: Tensor) -> int:
+        return x.dim()
+
+
+def test_pieces_are_joined_by_what_they_are() -> None:
+    ranges = [SampleRange(0, 2), SampleRange(2, 6)]
+    whole = torch.arange(2 * 3 * 6 * 2.0).reshape(2, 3 * 6 * 2)
+    place = SampleClass(Kind.PER_SAMPLE, axis=1, outer=3, inner=2)
+    pieces = [(s, place.part(whole, s.start, s.stop, 6)) for s in ranges]
+    assert torch.equal(join(pieces, place), whole)
+    numbers = [(s, torch.tensor(float(len(s)))) for s in ranges]
+    assert float(join(numbers, MEAN)) == pytest.approx((2 * 2 + 4 * 4) / 6)
+    assert float(join(numbers, SUM)) == 6.0
+    assert float(join(numbers, INDEPENDENT)) == 2.0
+    with pytest.raises(GraphPipeError, match="depends on the number of samples alone"):
+        join(numbers, COUNT)
