@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from graphpipe.capture.specs import LossReduction
 from graphpipe.program import Matching, lower
-from graphpipe.runtime.in_process import run_in_process
 from graphpipe.schedule import UniformCosts, in_flight_limits, kfkb
-from graphpipe.simulator import simulate
 from graphpipe.stage import Recompute, Stage, StageGraph, StageOrder
-from tests.graph_models import GraphModel, OperatorShape, make_batch, reference
-
-RELATIVE = 1e-9
+from tests.graph_models import GraphModel, OperatorShape, make_batch
+from tests.runtime.agreement import assert_as_one_process
 
 
 @st.composite
@@ -100,30 +95,7 @@ def test_loss_and_gradients_are_those_of_one_process(data: st.DataObject) -> Non
     schedule = kfkb(stages, costs, k=k)
     program = lower(stages, schedule, matching=data.draw(st.sampled_from(list(Matching))), costs=costs)
     batch = make_batch(stages.mini_batch_size)
-    loss, gradients = reference(model, batch)
-
-    result = run_in_process(model, program, batch, costs)
-
-    assert result.loss == pytest.approx(loss, rel=RELATIVE, abs=1e-12)
-    seen = set()
-    for device in result.gradients:
-        for name, found in device.items():
-            seen.add(name)
-            expected = gradients[name]
-            if expected is None:
-                assert found is None or not found.any(), name
-            else:
-                assert found is not None, name
-                torch.testing.assert_close(
-                    found, expected, rtol=RELATIVE, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-                )
-    assert seen == set(gradients)
-    # Copies of a parameter, on replicas or on stages that share it, have the same gradient to the last bit.
-    for name in seen:
-        copies = [d[name] for d in result.gradients if d.get(name) is not None]
-        assert all(torch.equal(copies[0], c) for c in copies if c is not None), name
-    # Under a virtual clock the executor's makespan is the simulator's.
-    assert result.trace.makespan_s == pytest.approx(simulate(program, costs).makespan_s, rel=1e-12)
+    assert_as_one_process(model, program, batch, costs)
 
 
 @settings(max_examples=100, deadline=None)
