@@ -33,6 +33,10 @@ class DeadlockError(StrategyError):
     """The instructions of a strategy's devices wait for each other in a circle."""
 
 
+class RankFailure(GraphPipeError):  # noqa: N818
+    """A process of a job failed while the others went on; started again, the job may succeed."""
+
+
 class BatchError(GraphPipeError):
     """A batch does not have the inputs that the model was captured with."""
 

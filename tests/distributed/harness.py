@@ -35,13 +35,15 @@ def run_case(
         return [results[i] for i in range(len(kinds)) for results in found]
 
 
-def torchrun(num_processes: int, arguments: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    num_processes: int, arguments: list[str], cwd: Path = ROOT, *, limit_s: float = TIME_LIMIT_S
+) -> subprocess.CompletedProcess[str]:
     """Run torchrun and return its exit code and output; past the time limit the whole process group is killed."""
     launcher = ["torch.distributed.run", "--nproc-per-node", str(num_processes), "--rdzv-backend", "c10d"]
-    return run([sys.executable, "-m", *launcher, "--rdzv-endpoint", "localhost:0", *arguments], cwd)
+    return run([sys.executable, "-m", *launcher, "--rdzv-endpoint", "localhost:0", *arguments], cwd, limit_s=limit_s)
 
 
-def run(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], cwd: Path = ROOT, *, limit_s: float = TIME_LIMIT_S) -> subprocess.CompletedProcess[str]:
     """Run a command with one thread a process and the time limit."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     process = subprocess.Popen(
@@ -54,9 +56,9 @@ def run(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str
         start_new_session=True,
     )
     try:
-        out, errors = process.communicate(timeout=TIME_LIMIT_S)
+        out, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, errors = process.communicate()
-        raise AssertionError(f"{' '.join(command)} ran for {TIME_LIMIT_S} s\n{out}\n{errors}") from None
+        raise AssertionError(f"{' '.join(command)} ran for {limit_s} s\n{out}\n{errors}") from None
     return subprocess.CompletedProcess(command, process.returncode, out, errors)

@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphpipe.errors import GraphPipeError
-from graphpipe.runtime.failure_report import ERROR_FOLDER, first_error
+from graphpipe.errors import GraphPipeError, RankFailure
+from graphpipe.runtime.failure_report import ERROR_FOLDER, first_error, has_verdict
 
 
 def is_worker() -> bool:
@@ -53,8 +53,46 @@ def launch(num_processes: int, arguments: Sequence[str]) -> None:
             elastic_launch(config, sys.executable)("-m", "graphpipe", *arguments)
         except ChildFailedError as failure:
             rank, first = failure.get_first_failure()
-            raise GraphPipeError(
-                first_error(Path(folder)) or f"rank {rank} ended with exit code {first.exitcode} and said nothing"
-            ) from None
+            message = first_error(Path(folder))
+            if message is None:
+                raise RankFailure(f"rank {rank} ended with exit code {first.exitcode} and said nothing") from None
+            raise (RankFailure if has_verdict(Path(folder)) else GraphPipeError)(message) from None
         finally:
             del os.environ[ERROR_FOLDER]
+
+
+def launch_again(num_processes: int, arguments: Sequence[str], again: Sequence[str], *, max_restarts: int) -> None:
+    """Run ``graphpipe`` as `launch` does, and again after a process has failed, with the GPUs that are left then.
+
+    Args:
+        num_processes: How many to start.
+        arguments: Of the first run.
+        again: Of those after it.
+        max_restarts: How many those may be.
+
+    Raises:
+        GraphPipeError: All processes failed alike, a process failed once more than there are restarts, or no GPU is
+            left.
+    """
+    for restart in range(1, max_restarts + 2):
+        try:
+            launch(num_processes, arguments)
+        except RankFailure as failure:
+            if restart > max_restarts:
+                raise GraphPipeError(f"{failure}; that was after {max_restarts} restarts, the most allowed") from None
+            print(f"error: {failure}", file=sys.stderr, flush=True)
+        else:
+            return
+        arguments = again
+        num_processes = _processes_left(num_processes)
+        if not num_processes:
+            raise GraphPipeError("no GPU is left to go on with")
+        what = f"restart {restart} of {max_restarts} with {num_processes} processes"
+        print(f"{what}, from the newest checkpoint", file=sys.stderr, flush=True)
+
+
+def _processes_left(num_processes: int) -> int:
+    """Return for how many processes there are GPUs; on a machine without any, processes need none."""
+    import torch
+
+    return min(num_processes, torch.cuda.device_count()) if torch.cuda.is_available() else num_processes

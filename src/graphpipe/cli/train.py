@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphpipe.cli.launch import is_worker, launch
+from graphpipe.cli.launch import is_worker, launch, launch_again
 from graphpipe.cli.output import write_json
 from graphpipe.errors import GraphPipeError
 from graphpipe.files import write_text
@@ -56,6 +57,16 @@ if TYPE_CHECKING:
     help="Whether steps go on while a checkpoint is written.",
 )
 @click.option("--resume-from", type=click.IntRange(min=0), help="Go back to the checkpoint of this step.")
+@click.option(
+    "--elastic", is_flag=True, help="After a failure go on from the last checkpoint, also with fewer processes."
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="With --elastic; torchrun has an option of its own.",
+)
 def command(
     strategy_file: Path,
     reference: str,
@@ -71,6 +82,8 @@ def command(
     keep: int,
     saving: str,
     resume_from: int | None,
+    elastic: bool,
+    max_restarts: int,
 ) -> None:
     """Train a model by a strategy.
 
@@ -82,6 +95,8 @@ def command(
     """
     if resume_from is not None and folder is None:
         raise GraphPipeError("--resume-from needs --checkpoint-dir, the folder of the checkpoints")
+    if elastic and folder is None:
+        raise GraphPipeError("--elastic needs --checkpoint-dir, the folder of the checkpoints to go on from")
     strategy = Strategy.load(strategy_file)
     for path in (trace, report, save):
         if path is not None and not path.parent.is_dir():
@@ -98,26 +113,34 @@ def command(
             "--save-every": save_every,
             "--keep": keep,
             "--saving": saving,
-            "--resume-from": resume_from,
+            "--resume-from": None if elastic else resume_from,
         }
         given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
-        launch(
-            len(strategy.cluster),
-            [
-                *("train", str(strategy_file), "--model", reference),
-                *("--steps", str(steps), "--log-every", str(log_every), "--timeout", str(timeout_s)),
-                *given,
-            ],
-        )
+        arguments = [
+            *("train", str(strategy_file), "--model", reference),
+            *("--steps", str(steps), "--log-every", str(log_every), "--timeout", str(timeout_s)),
+            *given,
+        ]
+        if elastic:
+            again = [*arguments, "--elastic"]
+            first = again if resume_from is None else [*again, "--resume-from", str(resume_from)]
+            launch_again(len(strategy.cluster), first, again, max_restarts=max_restarts)
+        else:
+            launch(len(strategy.cluster), arguments)
         return
     from graphpipe.cli.checkpoints import TrainingCheckpoints
     from graphpipe.cli.jobs import Batches, default_optimizer
     from graphpipe.cli.model_reference import load_job
     from graphpipe.runtime.checkpoint import Saving
+    from graphpipe.runtime.elastic import strategy_for_this_job
     from graphpipe.runtime.model_file import load_model
     from graphpipe.runtime.pipeline import Pipeline
     from graphpipe.runtime.process_group import world_size
 
+    if elastic:
+        strategy = strategy_for_this_job(strategy, lambda count: _planned_again(strategy, count))
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        resume_from = None  # The first run went back; the next ones go on.
     strategy.check_world_size(world_size())
     job = load_job(reference)
     if init is not None:
@@ -147,6 +170,17 @@ def command(
         _train(pipeline, checkpoints.resume(resume_from), steps, log_every, checkpoints.step_done)
         checkpoints.close()
     _write(pipeline, trace, report, save)
+
+
+def _planned_again(strategy: Strategy, num_devices: int) -> Strategy:
+    """Return a strategy for fewer devices by the planner of the one for all of them, and say so."""
+    from graphpipe.cli.planners import PLANNERS, make_planner
+    from graphpipe.planner.again import plan_again
+
+    name = strategy.planner if strategy.planner in PLANNERS else "graphpipe"
+    found = plan_again(strategy, num_devices, make_planner(name))
+    print(f"{num_devices} of {len(strategy.cluster)} processes are left; planned again:\n{found}", flush=True)
+    return found
 
 
 def _train(

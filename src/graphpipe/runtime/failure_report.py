@@ -58,6 +58,11 @@ def expect_no_verdict() -> None:
         (folder / _WATCHED).unlink(missing_ok=True)
 
 
+def has_verdict(folder: Path) -> bool:
+    """Return whether a watchdog has ended the job: then not all processes had the same to complain about."""
+    return (folder / _VERDICT).is_file()
+
+
 def first_error(folder: Path, patience_s: float = 3.0) -> str | None:
     """Return the first cause that the processes of a job have left in a folder, or None.
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import os
+import secrets
+import time
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from graphpipe.errors import GraphPipeError, StrategyError
 from graphpipe.strategy import Strategy
@@ -36,15 +42,59 @@ def join(strategy: Strategy, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> N
         GraphPipeError: The process was not started by torchrun.
     """
     strategy.check_world_size(world_size())
+    connect(timeout)
+
+
+def connect(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
+    """Connect the job's processes, unless that has been done.
+
+    Raises:
+        GraphPipeError: The process was not started by torchrun.
+    """
     if dist.is_initialized():
         return
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         if world_size() > 1:
             raise GraphPipeError("start the processes with torchrun, which tells them how to find each other")
-        store = torch._C._distributed_c10d.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+        alone = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group("gloo", store=alone, rank=0, world_size=1, timeout=timeout)
         return
-    dist.init_process_group("gloo", timeout=timeout)
+    store, mine, size = next(rendezvous("env://", timeout=timeout))
+    store = _unused_part(store, mine, size, timeout) if size > 1 else store
+    dist.init_process_group("gloo", store=store, rank=mine, world_size=size, timeout=timeout)
+
+
+def _unused_part(store: Store, mine: int, size: int, timeout: datetime.timedelta) -> Store:
+    """Return a part of the store that no processes before these have used.
+
+    When torchrun starts the processes of a job again, they find in the store what those before have left, such as the
+    addresses of listeners that are gone. So the ranks agree on a name of their own first. Every one leaves a word that
+    it has just made up; rank 0 makes a name of all words, and again until every rank has found its own word in it.
+
+    Raises:
+        GraphPipeError: The others have not come in time.
+    """
+    store = PrefixStore("graphpipe", store)
+    word = secrets.token_hex(8)
+    store.set(f"word/{mine}", word)
+    until_s = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < until_s:
+        if mine == 0:
+            words = [store.get(f"word/{other}").decode() for other in range(size)]
+            name = hashlib.sha256(" ".join(words).encode()).hexdigest()
+            store.set("words", json.dumps(words))
+            if store.check([f"{name}/found/{other}" for other in range(1, size)]):
+                store.set(f"{name}/go", "")
+                return PrefixStore(name, store)
+        else:
+            words = json.loads(store.get("words"))
+            name = hashlib.sha256(" ".join(words).encode()).hexdigest()
+            if len(words) == size and words[mine] == word:
+                store.set(f"{name}/found/{mine}", "")
+                if store.check([f"{name}/go"]):
+                    return PrefixStore(name, store)
+        time.sleep(0.02)
+    raise GraphPipeError(f"rank {mine} has waited {timeout.total_seconds():g} s for the {size - 1} others to come")
 
 
 def check_agreement(what: str, digest: str, way_out: str) -> None:
