@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphpipe.capture.leaves import ModuleLeaf, UntraceableModuleError
@@ -32,6 +33,11 @@ class LeafSizes:
         self._leaf = leaf
         self._count = len(tensors) - leaf.num_own
         symbols = {s for t in tensors for size in t.shape for s in size_expression(size).free_symbols}
+        if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in symbols):
+            raise UntraceableModuleError(
+                f"a size that {leaf} is given depends on the values of a tensor; keep the shape and use a mask",
+                leaf.path.rpartition(".")[0],
+            )
         if len(symbols) > 1:
             raise CaptureError(
                 f"{leaf} must be kept whole, and then no other size than the number of samples may be free; capture "
