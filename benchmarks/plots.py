@@ -67,6 +67,7 @@ PLOTS = {
         x_label="processes",
         y_label="seconds over the simulated seconds",
     ),
+    "capture": Plot(pattern=r"(?P<x>\S+) (?P<series>captured.*), CPU", x_label="", y_label="CPU seconds"),
 }
 """The pictures by benchmark."""
 
