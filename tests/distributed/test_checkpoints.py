@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from graphpipe.runtime.process_transports import TransportKind
 from tests.distributed.harness import run_case, torchrun
 
 pytestmark = pytest.mark.distributed
 RELATIVE = 1e-9
 
 
-def test_training_goes_on_in_new_processes_under_the_same_and_another_plan(tmp_path: Path) -> None:
-    whole = run_case("checkpoints.train_and_save", 3, str(tmp_path))
+@dataclass
+class Saved:
+    """Checkpoints of step 3, and what six steps without a break gave on each rank."""
 
-    same = run_case("checkpoints.resume", 3, str(tmp_path), "three", "dropout")
-    for rank, result in enumerate(same):
+    folder: str
+    whole: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return Saved(folder, run_case("checkpoints.train_and_save", 3, folder))
+
+
+def test_training_goes_on_in_new_processes_to_the_last_bit(saved: Saved) -> None:
+    for rank, result in enumerate(run_case("checkpoints.resume", 3, saved.folder, "three", "dropout")):
+        expected = saved.whole[rank]["dropout"]
         assert result["step"] == 3
-        assert result["losses"] == whole[rank]["dropout"]["losses"][3:]
-        assert result["state"] == whole[rank]["dropout"]["state"]
+        assert result["losses"] == expected["losses"][3:]
+        assert result["state"] == expected["state"]
         assert set(result["adam_steps"]) == {6}
-        assert result["rates"] == whole[rank]["dropout"]["rates"]
+        assert result["rates"] == expected["rates"]
 
-    for plan, num_processes in (("replicas", 4), ("one", 1)):
-        for result in run_case("checkpoints.resume", num_processes, str(tmp_path), plan, "plain"):
-            check_close(result, whole[0]["alone"])
+
+@pytest.mark.parametrize(("plan", "num_processes"), [("replicas", 4), ("one", 1)])
+def test_training_goes_on_under_another_plan(saved: Saved, plan: str, num_processes: int) -> None:
+    for result in run_case("checkpoints.resume", num_processes, saved.folder, plan, "plain"):
+        check_close(result, saved.whole[0]["alone"])
 
 
 def check_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -42,7 +58,14 @@ def check_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_after_a_rank_died_while_saving_the_older_checkpoint_is_used(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    worker = ["-m", "tests.distributed.worker", "checkpoints.die_while_saving", str(tmp_path), str(folder)]
+    worker = [
+        "-m",
+        "tests.distributed.worker",
+        "checkpoints.die_while_saving",
+        str(tmp_path),
+        TransportKind.GLOO,
+        str(folder),
+    ]
     assert torchrun(2, worker).returncode != 0
     assert (folder / "latest").read_text() == "step-00000001\n"
     assert len(list((folder / "step-00000002.draft").glob("*.safetensors"))) == 2
