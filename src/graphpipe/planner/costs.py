@@ -156,9 +156,9 @@ class StageTables:
     only_last: NDArray[np.bool_]
 
     @cached_property
-    def steps(self) -> Ints:
+    def steps(self) -> list[int]:
         """The levels, ascending, at which some stage stops to fit."""
-        return np.unique(self.levels)
+        return [int(level) for level in np.unique(self.levels)]
 
     def sliced(self, *where: slice) -> StageTables:
         """Return a part of the stages."""

@@ -99,7 +99,7 @@ class _Planning:
         self.planner = planner
         self.problem = problem
         self.progress = progress
-        self.started_s = time.perf_counter()
+        self.started_s, self.started_cpu_s = time.perf_counter(), time.process_time()
         self.table = OperatorTable(problem)
         self.shape = decompose(problem.graph)
         self.layout = lay_out(problem.graph, self.shape, self.table)
@@ -118,7 +118,7 @@ class _Planning:
         for recompute in _attempts(self.planner.recompute):
             self._search(recompute)
             ranked = self._ranked()
-            searched_s = time.perf_counter() - self.started_s
+            searched_s = time.process_time() - self.started_cpu_s
             # The first that fits has the best bottleneck; the best time takes a comparison.
             count = SIMULATED_PLANS if self._is_by_time else 1
             best = best_simulated(self.problem, ranked, self.planner.name, self.planner.k, num_plans=count)
@@ -173,7 +173,10 @@ class _Planning:
         # A device that works on every micro-batch for the target takes that long at least.
         best_s = min((self.value(plan) for plan in self.candidates), default=search.slowest_s() * count)
         precision = COARSE_PRECISION if self._is_by_time else PRECISION
-        self.settings.append(setting)
+        is_first, self.settings = not self.settings, [*self.settings, setting]
+        if not is_first and search.fewest_devices(best_s / count * (1 - precision)) > self.table.num_devices:
+            # After the first search, most cannot do better.
+            return False
         target_s = search.least_target_s(self.bound.work_s / count, best_s / count, precision)
         if target_s is None:
             return False
@@ -236,7 +239,7 @@ class _Planning:
         notes = plan_notes(self.problem, best.strategy, best.estimate, self.bound, by_size, knots_of(self.shape))
         notes["micro_batch_sizes_ruled_out"] = sorted(self.ruled_out)
         notes["search_s"] = searched_s
-        notes["simulation_s"] = time.perf_counter() - self.started_s - searched_s
+        notes["simulation_s"] = time.process_time() - self.started_cpu_s - searched_s
         notes["candidates"] = len(self.candidates)
         notes["transitions"] = sum(setting.tally.transitions for setting in self.settings)
         return replace(best.strategy, notes=notes)

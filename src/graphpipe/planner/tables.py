@@ -24,6 +24,7 @@ Source:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ class StageDevices:
         """Return ``[...]`` the fewest devices at a level, `NEVER` where there is no choice."""
         is_last = level == self.setting.num_levels
         # All levels between two steps allow the same choices.
-        step = int(np.searchsorted(self.tables.steps, level))
+        step = bisect_left(self.tables.steps, level)
         if (step, is_last) not in self._known:
             found = np.full(self.levels.shape[1:], NEVER, dtype=np.int32)
             # The best choice is written last.
@@ -152,8 +153,7 @@ class ChainTables:
 
     @staticmethod
     def _through(transit: Transit, level: int, below: int) -> Devices:
-        count = int(np.searchsorted(transit.block.afters, below))
-        return transit.devices[level, :count]
+        return transit.devices[level, : bisect_left(transit.block.space.afters, below)]
 
     def _prefix(self) -> Devices:
         last, n = self.setting.num_levels, self.space.num_items
