@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from graphpipe.api import Verification, _error, profile_sizes
+from graphpipe.api import Verification, profile_sizes
+from graphpipe.runtime.comparison import gradient_error
 
 
 def test_a_verification_holds_only_within_its_tolerance() -> None:
@@ -20,13 +21,13 @@ def test_a_verification_holds_only_within_its_tolerance() -> None:
 
 def test_a_gradient_is_compared_on_its_own_scale_or_on_the_floor() -> None:
     expected = torch.tensor([2.0, -4.0])
-    assert _error(expected + torch.tensor([0.0, 0.4]), expected, 0.0) == pytest.approx(0.1, rel=1e-6)
+    assert gradient_error(expected + torch.tensor([0.0, 0.4]), expected, 0.0) == pytest.approx(0.1, rel=1e-6)
     # Zero but for rounding: on the scale of the other gradients.
-    assert _error(torch.tensor([2e-9]), torch.tensor([1e-9]), 1.0) < 1e-8
-    assert _error(None, expected, 0.0) == math.inf
-    assert _error(torch.tensor([math.nan, -4.0]), expected, 0.0) == math.inf
-    assert _error(None, torch.zeros(2), 0.0) == 0.0
-    assert _error(torch.zeros(2), None, 0.0) == 0.0
+    assert gradient_error(torch.tensor([2e-9]), torch.tensor([1e-9]), 1.0) < 1e-8
+    assert gradient_error(None, expected, 0.0) == math.inf
+    assert gradient_error(torch.tensor([math.nan, -4.0]), expected, 0.0) == math.inf
+    assert gradient_error(None, torch.zeros(2), 0.0) == 0.0
+    assert gradient_error(torch.zeros(2), None, 0.0) == 0.0
 
 
 def test_a_profile_has_powers_of_two_and_what_was_asked_for() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphpipe.capture import Autocast, CapturedModel, capture, eager_loss
+from graphpipe.capture import CapturedModel, capture, eager_loss
 from graphpipe.cluster import Cluster
 from graphpipe.cost import ADAM, DEVICE_KINDS, OptimizerCost, Profile, roofline_profile
 from graphpipe.errors import GraphPipeError
@@ -21,6 +20,7 @@ from graphpipe.graph import ComputationGraph
 from graphpipe.planner.base import Planner, PlanningProblem, check_sizes
 from graphpipe.planner.graphpipe import GraphPipePlanner
 from graphpipe.profiler import measure_profile
+from graphpipe.runtime.comparison import default_tolerance, gradient_error, loss_error, smallest_scale
 from graphpipe.runtime.initialise import Init
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
@@ -28,10 +28,6 @@ from graphpipe.runtime.update import LRSchedulerFactory, OptimizerFactory
 from graphpipe.strategy import Strategy
 
 __all__ = ["Job", "Verification", "plan", "verify"]
-
-
-# Gradients smaller than this share of the largest one are compared on the scale of that share.
-SMALLEST_SCALE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +170,7 @@ class Verification:
         loss: Of the strategy.
         reference_loss: Of the single process.
         errors: By parameter, the largest difference of a gradient over the largest entry of the single process's, or
-            over `SMALLEST_SCALE` of the largest entry of all gradients where that is more: some gradients are zero but
+            over a thousandth of the largest entry of all gradients where that is more: some gradients are zero but
             for rounding, such as that of a key projection's bias.
         tolerance: What is allowed.
     """
@@ -187,8 +183,7 @@ class Verification:
     @property
     def loss_error(self) -> float:
         """The difference of the losses, relative to the single process's where that is above 1."""
-        error = abs(self.loss - self.reference_loss) / max(1.0, abs(self.reference_loss))
-        return error if math.isfinite(error) else math.inf
+        return loss_error(self.loss, self.reference_loss)
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -236,10 +231,8 @@ def verify(
             "with; build a smaller one with values"
         )
     dtypes = {p.dtype for p in model.parameters()}
-    if tolerance is None and Autocast.ambient().dtypes:
-        tolerance = 5e-2
-    elif tolerance is None:
-        tolerance = 1e-9 if dtypes == {torch.float64} else 1e-4
+    if tolerance is None:
+        tolerance = default_tolerance(dtypes)
     own = copy.deepcopy(model)
     own.zero_grad(set_to_none=True)
     captured = capture(own, batch, loss_fn=loss_fn, split_points=split_points, keep_whole=keep_whole)
@@ -255,9 +248,8 @@ def verify(
         shadow = copy.deepcopy(model)
         shadow.zero_grad(set_to_none=True)
         reference_loss, reference = _backward(eager_loss(shadow, batch, loss_fn), shadow)
-    largest = max((float(g.abs().max()) for g in reference.values() if g is not None and g.numel()), default=0.0)
-    floor = SMALLEST_SCALE * largest
-    errors = {name: _error(gradients.get(name), expected, floor) for name, expected in reference.items()}
+    scale = smallest_scale(reference)
+    errors = {name: gradient_error(gradients.get(name), expected, scale) for name, expected in reference.items()}
     unexpected = set(gradients) - set(reference)
     if unexpected:
         raise GraphPipeError(f"the strategy trains parameters that the model lacks: {sorted(unexpected)[:3]}")
@@ -269,12 +261,3 @@ def _backward(loss: Tensor, module: nn.Module) -> tuple[float, dict[str, Tensor 
     """Return a loss and the gradients of a module without any before."""
     torch.autograd.backward(loss)
     return float(loss.detach()), {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
-
-
-def _error(found: Tensor | None, expected: Tensor | None, floor: float) -> float:
-    if expected is None or found is None:
-        other = found if expected is None else expected
-        return 0.0 if other is None or not other.any() else float("inf")
-    scale = max(float(expected.abs().max()), floor, torch.finfo(expected.dtype).tiny)
-    error = float((found - expected).abs().max()) / scale
-    return error if math.isfinite(error) else math.inf

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from graphpipe.capture import Autocast, CapturedModel, Draws, capture, capture_e
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
+from graphpipe.runtime.comparison import default_tolerance, gradient_error, loss_error, single_process, smallest_scale
 from graphpipe.runtime.evaluation import Evaluation
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.initialise import Init, fill_own
@@ -84,6 +86,15 @@ class EvaluationResult:
     num_samples: int
 
 
+class Verify(StrEnum):
+    """When a pipeline compares itself with one process."""
+
+    NEVER = "never"
+    """Not at all; `graphpipe.verify` does it on demand."""
+    FIRST_STEP = "first-step"
+    """On the first mini-batch, before it trains on it."""
+
+
 class Pipeline:
     """A model that is trained by a strategy. Every rank makes one, with the same model and strategy.
 
@@ -116,6 +127,7 @@ class Pipeline:
             stages only, on the CPU; the others stay without memory.
         split_points: As they were given to `graphpipe.plan`.
         keep_whole: As it was given to `graphpipe.plan`.
+        verify: When to compare loss and gradients with one process; each rank then runs the whole model once.
 
     Attributes:
         num_steps: The updates of the parameters so far, also those before a checkpoint that was taken up.
@@ -144,6 +156,7 @@ class Pipeline:
         init: Init | None = None,
         split_points: Sequence[str] = (),
         keep_whole: Sequence[str] = (),
+        verify: Verify | str = Verify.NEVER,
     ) -> None:
         self.strategy = strategy
         if lr_scheduler is not None and optimizer is None:
@@ -166,6 +179,7 @@ class Pipeline:
         self._init = init
         self._split_points = tuple(split_points)
         self._keep_whole = tuple(keep_whole)
+        self._verify = Verify(verify)
         self._programs: dict[int, Program] = {}
         self._source: StageSource | None = None
         self._model = model
@@ -423,6 +437,9 @@ class Pipeline:
         self._check_autocast(self._source)
         if self._loss_scaler is not None:
             self._executor.loss_scale = self._loss_scaler.scale
+        if self._verify is Verify.FIRST_STEP:
+            self._verify = Verify.NEVER
+            self._check_first_step(batch)
         self._executor.draws = Draws(self._seed, self.num_steps, self._turn)
         self._turn += 1
         before = {n: p.grad for n, p in self._executor.parameters.items() if keeps and p.grad is not None}
@@ -464,6 +481,58 @@ class Pipeline:
         for name, gradient in before.items():
             parameter = self._built().parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _check_first_step(self, batch: Any) -> None:
+        """Compare loss and gradients of a mini-batch with one process, and leave everything as it was.
+
+        Raises:
+            GraphPipeError: They differ by more than rounding can explain, or cannot be compared.
+        """
+        executor, source = self._built(), self._source
+        assert source is not None
+        model = source.model
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise GraphPipeError(
+                f"{source.graph.name!r} was built on the meta device, and no rank holds all of it to compare with; "
+                "leave verify='first-step' out"
+            )
+        expected = single_process(model, batch, self._loss_fn)
+        if expected.is_random:
+            raise GraphPipeError(
+                f"{source.graph.name!r} draws random numbers, as dropout does, so no two steps are equal; set its "
+                "probabilities to 0, or leave verify='first-step' out"
+            )
+        kept = {name: b.detach().clone() for m in executor.modules.values() for name, b in m.named_buffers()}
+        scale = None if self._loss_scaler is None else self._loss_scaler.scale
+        with torch.random.fork_rng():
+            found = self._run(batch, keeps=False, updates=False)
+        self._turn -= 1  # The numbers that the first step draws are those without a check.
+        for module in executor.modules.values():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(kept[name])
+        floor = smallest_scale(expected.gradients)
+        errors = {"": loss_error(found.loss, expected.loss)}
+        for name, parameter in executor.parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and scale is not None:
+                gradient = gradient / scale
+            errors[name] = gradient_error(gradient, expected.gradients.get(name), floor)
+            parameter.grad = None
+        self._judge(errors, found.loss, expected.loss, default_tolerance({p.dtype for p in model.parameters()}))
+
+    def _judge(self, errors: Mapping[str, float], found: float, expected: float, tolerance: float) -> None:
+        """Raise the largest error of all ranks, on all of them."""
+        own = max(errors.items(), key=lambda item: item[1])
+        worst = own
+        for source in range(dist.get_world_size()):
+            name, error = json.loads(_broadcast_text(json.dumps([own[0], min(own[1], 1e300)]), source))
+            worst = max(worst, (name, error), key=lambda item: (item[1], item[0]))
+        if worst[1] > tolerance:
+            what = f"the gradient of {worst[0]!r}" if worst[0] else "the loss"
+            raise GraphPipeError(
+                f"the strategy does not give what one process gives on the first batch: {what} differs by "
+                f"{worst[1]:.1e} of its size, allowed {tolerance:.0e}; loss {found:.9g}, one process {expected:.9g}"
+            )
 
     def _check_counts(self, count: int) -> None:
         """Check that all ranks were given as many samples, before any message of another size is on its way."""
