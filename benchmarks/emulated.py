@@ -130,7 +130,7 @@ class EmulatedModel:
             ),
         )
 
-    def flatten_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def flatten_batch(self, batch: Mapping[str, Tensor], needed: object = None) -> dict[str, Tensor]:
         """Return the batch."""
         return dict(batch)
 

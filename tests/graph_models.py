@@ -194,7 +194,7 @@ class GraphModel(nn.Module):
         """Return itself: no size but the number of samples differs from batch to batch."""
         return self
 
-    def flatten_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def flatten_batch(self, batch: Mapping[str, Tensor], needed: object = None) -> dict[str, Tensor]:
         """Return the batch."""
         return dict(batch)
 

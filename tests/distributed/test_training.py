@@ -93,3 +93,43 @@ def test_evaluation_and_prediction_are_those_of_the_model_in_eval_mode() -> None
         assert max(result["loss"]) < RELATIVE
         assert max(result["output"]) < 1e-6  # complex64 is among the outputs
         assert all(result["structure"] + result["modes"] + result["gradients"])
+
+
+@pytest.fixture(scope="module")
+def data() -> list[dict[str, Any]]:
+    """Return what each of three ranks found in the cases about batches and frozen parts, run in one job."""
+    return run_case("training_cases.data_and_frozen", 3)
+
+
+def test_lengths_change_from_step_to_step(data: list[dict[str, Any]]) -> None:
+    # C25: the sequence lengths are 5, 9, 3 and 9.
+    for result in data:
+        assert result["lengths"]["error"] < RELATIVE
+
+
+def test_a_rank_may_load_only_what_its_stages_read(data: list[dict[str, Any]]) -> None:
+    assert [r["partial"]["required"] for r in data] == [["x"], ["keep"], ["weight", "labels"]]
+    for result in (r["partial"] for r in data):
+        assert max(result["loss"], result["gradient"]) < RELATIVE
+        assert result["num_samples"] == 6
+
+
+def test_a_wrong_batch_ends_in_an_error_on_every_rank(data: list[dict[str, Any]]) -> None:
+    for result in (r["mistakes"] for r in data):
+        assert "no input `labls`; did you mean `labels`?" in result["misspelt"]
+        assert "rank 0 was given a batch of 6 samples and rank 2 one of 5" in result["other count"]
+        assert "rank 0 was given a batch of another shape of 'x' than rank 2" in result["other length"]
+    assert [r["mistakes"]["missing"] for r in data] == [
+        "the batch has no input `x`",
+        "the batch has no input `keep`",
+        "the batch has no input `labels`",
+    ]
+
+
+def test_a_frozen_stage_sends_nothing_back_and_does_nothing_in_backward(data: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(r["frozen"] for r in data):
+        assert result["error"] < RELATIVE
+        assert result["unchanged"]
+        assert result["backward"] == [1, 2]
+        assert result["messages"] == [["BACKWARD", 2, 1], ["FORWARD", 0, 2], ["FORWARD", 1, 2]]
+        assert result["has_optimizer"] == (rank != 0)

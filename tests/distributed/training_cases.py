@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from graphpipe.capture import capture, eager_loss
-from graphpipe.errors import GraphPipeError
+from graphpipe.errors import BatchError, GraphPipeError
+from graphpipe.program import lower
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
+from graphpipe.trace import SpanKind
 from tests.distributed import parity
 from tests.distributed.cases import Chain, batch_of, mean_square
 from tests.distributed.parity import Part, hand_made, relative, sgd
@@ -63,10 +68,11 @@ def train_both(
     max_gradient_norm: float | None = None,
     accumulated: int = 1,
     num_devices: int = 0,
+    free_sizes: Any = types.MappingProxyType({}),
 ) -> dict[str, Any]:
     """Train by a strategy and in one process with torch's own clipping and schedule; return what differs."""
     alone = copy.deepcopy(model)
-    captured = capture(model, batches[0], loss_fn=loss_fn)
+    captured = capture(model, batches[0], loss_fn=loss_fn, free_sizes=free_sizes)
     size = captured.num_samples(captured.flatten_batch(batches[0]))
     pipeline = Pipeline(
         captured,
@@ -333,3 +339,108 @@ def evaluation() -> dict[str, Any]:
             found["output"].append(max(relative(a.to(b.dtype), b) for a, b in pairs))
         pipeline.step(batch)
     return found
+
+
+class Sequences(nn.Module):
+    """Sequences with a mask, a weight without samples and labels that only the last stage reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, keep: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.tanh(self.b(torch.tanh(self.a(x))) * keep.unsqueeze(-1))
+        return functional.cross_entropy(self.c(hidden).flatten(0, 1), labels.flatten()) * weight
+
+
+LENGTHS = {name: {1: "length"} for name in ("x", "keep", "labels")}
+
+
+def sequences_of(length: int, num_samples: int = 6, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_samples, length)
+    return {
+        "x": torch.randn(*shape, 4, generator=generator),
+        "keep": torch.randint(0, 2, shape, generator=generator).bool(),
+        "weight": torch.tensor(0.7),
+        "labels": torch.randint(0, 3, shape, generator=generator),
+    }
+
+
+class Frozen(nn.Module):
+    """A frozen branch beside a trained one, and an adapter on top of the frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.branch, self.adapter = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.trunk.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(torch.tanh(self.trunk(x))) + torch.tanh(self.branch(x))
+
+
+def data() -> dict[str, Any]:
+    """Lengths that change, batches in parts, mistakes of one rank, and a frozen branch, in one job of three ranks."""
+    mine = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    parts = [("a", 2, (0,)), ("b", 3, (1,)), ("", 6, (2,))]
+    batches = [sequences_of(5, seed=1), sequences_of(9, seed=2), sequences_of(3, 4, seed=3), sequences_of(9, seed=4)]
+    found: dict[str, Any] = {"lengths": train_both(Sequences(), parts, batches, free_sizes=LENGTHS)}
+
+    model, alone = Sequences(), Sequences()
+    captured = capture(model, batches[0])
+    pipeline = Pipeline(captured, hand_made(captured, parts, 6), optimizer=sgd)
+    batch = sequences_of(5, seed=5)
+    result = pipeline.step({name: batch[name] for name in pipeline.required_inputs})
+    loss = eager_loss(alone, batch)
+    loss.backward()
+    gradients = pipeline.gather_gradients()
+    found["partial"] = {
+        "required": pipeline.required_inputs,
+        "loss": relative(torch.tensor(result.loss), loss.detach()),
+        "gradient": max(relative(gradients[n], p.grad) for n, p in alone.named_parameters() if p.grad is not None),
+        "num_samples": result.num_samples,
+    }
+    mistakes = {
+        "misspelt": {**batch, "labls": batch["labels"]},
+        "missing": {"weight": batch["weight"]},
+        "other count": sequences_of(5, 6 - mine // 2, seed=5),
+    }
+    found["mistakes"] = {}
+    for name, wrong in mistakes.items():
+        try:
+            pipeline.step(wrong)
+        except BatchError as error:
+            found["mistakes"][name] = str(error)
+    captured = capture(Sequences(), batches[0], free_sizes=LENGTHS)
+    pipeline = Pipeline(captured, hand_made(captured, parts, 6))
+    try:
+        pipeline.step(sequences_of(5 + mine // 2, seed=5))
+    except BatchError as error:
+        found["mistakes"]["other length"] = str(error)
+    return found
+
+
+def frozen() -> dict[str, Any]:
+    """C30: a frozen stage under clipping; what each stage did."""
+    model = Frozen()
+    before = copy.deepcopy(model.trunk.state_dict())
+    batches = [batch_of(8, seed=seed) for seed in range(3)]
+    parts = [("trunk", 2, (0,)), ("branch", 2, (1,)), ("", 4, (2,))]
+    found = train_both(model, parts, batches, loss_fn=mean_square, max_gradient_norm=0.1)
+    captured = capture(Frozen(), batches[0], loss_fn=mean_square)
+    strategy = hand_made(captured, parts, 8)
+    pipeline = Pipeline(captured, strategy, optimizer=sgd)
+    pipeline.step(batches[0])
+    program = lower(strategy.stages, strategy.schedule)
+    found["backward"] = sorted({s.stage for s in pipeline.trace().spans if s.kind is SpanKind.BACKWARD})
+    found["messages"] = sorted({(m.phase.name, m.source.stage, m.target.stage) for m in program.messages})
+    found["unchanged"] = all(torch.equal(before[n], t) for n, t in model.trunk.state_dict().items())
+    found["has_optimizer"] = pipeline.optimizer is not None
+    return found
+
+
+def data_and_frozen() -> dict[str, Any]:
+    """Both in one job."""
+    return {**data(), "frozen": frozen()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,12 @@ class BatchLayout:
         names = tuple(name for name, _ in named.leaves)
         return cls(inputs, constants, num_samples, is_positional, named.entries, free_axes, names, named.tree)
 
-    def flatten(self, batch: Any) -> dict[str, Tensor]:
+    def flatten(self, batch: Any, needed: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the tensors of a batch by name.
+
+        Args:
+            batch: The batch.
+            needed: The inputs that it must have; by default all of them.
 
         Raises:
             BatchError: A name is missing or unknown; a tensor has another number of dimensions, fixed size or dtype
@@ -101,9 +105,9 @@ class BatchLayout:
             kind = "a tuple of positional arguments" if self.is_positional else "a mapping from names to tensors"
             raise BatchError(f"the model was captured with {kind}; the batch is a {type(batch).__name__}")
         leaves = dict(_flatten(batch, self.entries).leaves)
-        self._check_names(leaves)
+        self._check_names(leaves, self._names if needed is None else needed)
         tensors: dict[str, Tensor] = {}
-        for name in self._names:
+        for name in (n for n in self._names if n in leaves):
             leaf = leaves[name]
             if name in self.inputs:
                 if not isinstance(leaf, Tensor):
@@ -138,12 +142,13 @@ class BatchLayout:
         return {size_name: size for size_name, (size, _) in found.items()}
 
     def num_samples_of(self, tensors: Mapping[str, Tensor]) -> int:
-        """Return the number of samples of a flat batch.
+        """Return the number of samples of a flat batch; 0 if none of its tensors holds any.
 
         Raises:
             BatchError: The tensors disagree.
         """
-        counts = {name: tensors[name].shape[0] for name, spec in self.inputs.items() if spec.layout is not None}
+        held = [name for name, spec in self.inputs.items() if spec.layout is not None and name in tensors]
+        counts = {name: tensors[name].shape[0] for name in held}
         if len(set(counts.values())) > 1:
             first = next(iter(counts))
             other = next(name for name in counts if counts[name] != counts[first])
@@ -151,7 +156,7 @@ class BatchLayout:
                 f"input {first!r} has {counts[first]} samples and input {other!r} has {counts[other]}; "
                 "all inputs of a batch need the same number"
             )
-        return next(iter(counts.values()))
+        return next(iter(counts.values()), 0)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the batch of these tensors, in the order of `inputs`, with the example's plain values between."""
@@ -160,10 +165,10 @@ class BatchLayout:
             [next(found) if name in self.inputs else self.constants[name] for name in self._names], self._tree
         )
 
-    def _check_names(self, leaves: Iterable[str]) -> None:
+    def _check_names(self, leaves: Iterable[str], needed: Collection[str]) -> None:
         given = set(leaves)
         for name in self._names:
-            if name not in given:
+            if name not in given and name in needed:
                 unknown = [n for n in given if n not in self._names]
                 raise BatchError(f"the batch has no input `{name}`{_hint(name, unknown, 'it has')}")
         for name in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -94,18 +94,23 @@ class CapturedModel:
         names, classes = self._value_names, self._classification.classes
         return tuple((names[node], classes[node]) for node in self._training_graph.outputs)
 
-    def flatten_batch(self, batch: Any) -> dict[str, Tensor]:
+    def flatten_batch(self, batch: Any, needed: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the tensors of a batch by input name.
+
+        Args:
+            batch: The batch.
+            needed: The inputs that it must have; by default all of them. Where other sizes than the number of samples
+                are free, it must have all, since the sizes follow from them.
 
         Raises:
             BatchError: A name is missing or unknown; a tensor has another number of dimensions, fixed size or dtype
                 than the example's; the tensors disagree on the number of samples; or a plain value differs from the
                 example's.
         """
-        return self._layout.flatten(batch)
+        return self._layout.flatten(batch, None if self._layout.free_axes else needed)
 
     def num_samples(self, flat: Mapping[str, Tensor]) -> int:
-        """Return the number of samples of a flat batch.
+        """Return the number of samples of a flat batch; 0 if none of its tensors holds any.
 
         Raises:
             BatchError: The tensors disagree.

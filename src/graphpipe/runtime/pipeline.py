@@ -307,8 +307,8 @@ class Pipeline:
         Gradients that `accumulate` has gathered since the last update are part of it.
 
         Args:
-            batch: The whole mini-batch, the same on every rank. It may have another number of samples than the
-                strategy's mini-batch.
+            batch: The mini-batch, the same on every rank: all of it, or at least the rank's `required_inputs`. It may
+                have another number of samples than the strategy's mini-batch.
 
         Raises:
             BatchError: The batch does not have the inputs that the model was captured with.
@@ -400,9 +400,8 @@ class Pipeline:
                     self._evaluated[key] = capture_prediction(trained.model, batch, loss_fn=loss_fn)
         captured, structured = self._evaluated[key]
         inputs = captured.flatten_batch(batch)
-        count = captured.num_samples(inputs)
         with self._watchdog.operation("the comparison of the batches"):
-            self._check_counts(count)
+            count = self._agreed_count(captured, inputs)
         sized = (*key, count)
         if sized not in self._evaluations:
             self._evaluations[sized] = Evaluation.of(
@@ -426,11 +425,10 @@ class Pipeline:
             assert isinstance(self._model, nn.Module)
             self._build(self._capture(self._model, batch))
         assert self._executor is not None and self._source is not None
-        inputs = self._source.flatten_batch(batch)
+        inputs = self._source.flatten_batch(batch, self.required_inputs)
         self._executor.source = self._source.sized(inputs)
-        count = self._source.num_samples(inputs)
         with self._watchdog.operation("the comparison of the batches"):
-            self._check_counts(count)
+            count = self._agreed_count(self._source, inputs)
             program = self._program(count)
             if not self._batches_agree:
                 self._check_batches(inputs)
@@ -503,7 +501,6 @@ class Pipeline:
                 "probabilities to 0, or leave verify='first-step' out"
             )
         kept = {name: b.detach().clone() for m in executor.modules.values() for name, b in m.named_buffers()}
-        scale = None if self._loss_scaler is None else self._loss_scaler.scale
         with torch.random.fork_rng():
             found = self._run(batch, keeps=False, updates=False)
         self._turn -= 1  # The numbers that the first step draws are those without a check.
@@ -513,10 +510,7 @@ class Pipeline:
         floor = smallest_scale(expected.gradients)
         errors = {"": loss_error(found.loss, expected.loss)}
         for name, parameter in executor.parameters.items():
-            gradient = parameter.grad
-            if gradient is not None and scale is not None:
-                gradient = gradient / scale
-            errors[name] = gradient_error(gradient, expected.gradients.get(name), floor)
+            errors[name] = gradient_error(parameter.grad, expected.gradients.get(name), floor)
             parameter.grad = None
         self._judge(errors, found.loss, expected.loss, default_tolerance({p.dtype for p in model.parameters()}))
 
@@ -534,17 +528,31 @@ class Pipeline:
                 f"{worst[1]:.1e} of its size, allowed {tolerance:.0e}; loss {found:.9g}, one process {expected:.9g}"
             )
 
-    def _check_counts(self, count: int) -> None:
-        """Check that all ranks were given as many samples, before any message of another size is on its way."""
-        counts = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-        counts[rank()] = count
-        self._built().transport.all_reduce(range(len(counts)), counts)
-        for other, found in enumerate(counts.tolist()):
-            if found != counts[0]:
-                raise BatchError(
-                    f"rank 0 was given a batch of {int(counts[0])} samples and rank {other} one of {found}; every rank "
-                    "needs the same batch"
-                )
+    def _agreed_count(self, source: StageSource, inputs: Mapping[str, Tensor]) -> int:
+        """Return the samples of a mini-batch, before any message of another size is on its way.
+
+        Raises:
+            BatchError: Two ranks were given another number of samples, or other shapes of an input.
+        """
+        shapes = [_number(inputs[name].shape[1:]) if name in inputs else 0 for name in source.inputs]
+        table = torch.zeros((dist.get_world_size(), 1 + len(shapes)), dtype=torch.int64)
+        table[rank()] = torch.tensor([source.num_samples(inputs), *shapes], dtype=torch.int64)
+        self._built().transport.all_reduce(range(len(table)), table)
+        for column, name in enumerate(["", *source.inputs]):
+            given = [(other, found) for other, found in enumerate(table[:, column].tolist()) if found]
+            for other, found in given[1:]:
+                first, expected = given[0]
+                if found != expected:
+                    what = (
+                        f"another shape of {name!r} than rank {other}"
+                        if name
+                        else f"{expected} samples and rank {other} one of {found}"
+                    )
+                    raise BatchError(f"rank {first} was given a batch of {what}; every rank needs the same batch")
+        count = int(table[:, 0].max())
+        if not count:
+            raise BatchError("no rank was given an input that holds samples")
+        return count
 
     def _check_batches(self, inputs: Mapping[str, Tensor]) -> None:
         """Check once that all ranks were given the same batch.
@@ -710,6 +718,11 @@ def signature(batch: Any) -> str:
     leaves, tree = pytree.tree_flatten(batch)
     told = [(str(x.dtype), tuple(x.shape[1:]), x.dim()) if isinstance(x, Tensor) else repr(x) for x in leaves]
     return f"{tree} {told}"
+
+
+def _number(shape: Sequence[int]) -> int:
+    """Return a number above zero that differs for another shape."""
+    return 1 + int(hashlib.sha256(str(tuple(shape)).encode()).hexdigest()[:15], 16)
 
 
 def tensor_digest(tensor: Tensor) -> str:

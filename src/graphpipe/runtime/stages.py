@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -98,8 +98,8 @@ class StageSource(Protocol):
         """What its stages run under."""
         ...
 
-    def flatten_batch(self, batch: Any) -> dict[str, Tensor]:
-        """Return the tensors of a batch by the names of the inputs."""
+    def flatten_batch(self, batch: Any, needed: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return the tensors of a batch by the names of the inputs; only those that are needed have to be there."""
         ...
 
     def sized(self, flat: Mapping[str, Tensor]) -> StageSource:
@@ -107,7 +107,7 @@ class StageSource(Protocol):
         ...
 
     def num_samples(self, flat: Mapping[str, Tensor]) -> int:
-        """Return the samples of a flat batch."""
+        """Return the samples of a flat batch; 0 if none of its tensors holds any."""
         ...
 
     def stage_module(self, operators: Sequence[str]) -> StageModule:
