@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
@@ -274,8 +273,8 @@ def tensor_stored(net: Any, x: Tensor) -> Tensor:
 
 @probe(draws=True)
 def random_numbers(net: Any, x: Tensor) -> Tensor:
-    drawn = net.a(x) * torch.rand_like(x) + torch.rand(x.shape[0], 4)
-    return (drawn + functional.dropout(x, 0.5, training=net.training)).sum()
+    # Dropout draws by sample and operation instead, see the tests of draws.
+    return (net.a(x) * torch.rand_like(x) + torch.rand(x.shape[0], 4)).sum()
 
 
 @probe(refusal="random generator")
