@@ -42,7 +42,7 @@ def summit_problem(
     """
     cluster = Cluster.summit(num_devices)
     sizes = tuple(micro_batch_sizes) or powers_of_two_dividing(mini_batch_size)
-    local = {-(-size // replicas) for size in sizes for replicas in range(1, num_devices + 1)}
+    local = {-(-size // replicas) for size in sizes for replicas in range(1, num_devices + 1)} | {mini_batch_size}
     return PlanningProblem(
         graph=graph,
         profile=roofline_profile(graph, cluster.devices[0].kind, sorted(local)),

@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from graphpipe.estimate import estimate
 from graphpipe.graph import ComputationGraph, Operator, Parameter, Value
 from graphpipe.planner.base import Planner, PlanningProblem
 from graphpipe.planner.costs import RecomputePolicy
-from graphpipe.planner.graphpipe import FEW_DOWNSETS, GraphPipePlanner
+from graphpipe.planner.graphpipe import FEW_DOWNSETS, GraphPipePlanner, Objective
 from graphpipe.planner.pipedream import PipeDreamPlanner
 from graphpipe.planner.piper import PiperPlanner
 from graphpipe.strategy import Strategy
@@ -184,3 +185,28 @@ def test_a_device_of_a_megabyte_is_refused_with_what_would_fit(planner: Planner)
     enough = replace(problem, cluster=problem.cluster.with_memory(int(memory_bytes)))
     strategy = planner.plan(enough)
     check_strategy(strategy, estimate(strategy))
+
+
+def test_out_of_time_a_plan_is_found_for_a_model_that_no_single_device_holds() -> None:
+    small = Cluster.uniform(6, memory_bytes=40 * 10**6)
+    problem = replace(towers(2, 4, num_devices=2, memory_bytes=40 * 10**6), cluster=small)
+    assert len(GraphPipePlanner(time_limit_s=0.0).plan(problem).stages.stages) > 1
+
+
+def test_a_size_is_not_given_up_for_a_guess_that_leaves_out_waiting() -> None:
+    problem = towers(1, 4, num_devices=3, value_bytes=10**6, memory_bytes=201 * 10**6, overhead_s=0)
+    theirs = PipeDreamPlanner().plan(problem).notes["iteration_s"]
+    assert GraphPipePlanner().plan(problem).notes["iteration_s"] <= theirs * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, "at least one pass, got k = 0"),
+        ({"time_limit_s": -1.0}, "at least 0 s, got -1.0"),
+        ({"per_stage_micro_batches": True, "objective": Objective.BOTTLENECK}, "no difference to the bottleneck"),
+    ],
+)
+def test_options_without_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GraphPipePlanner(**options)

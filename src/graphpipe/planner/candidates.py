@@ -78,7 +78,8 @@ def simulated(
     stages = stage_graph(problem, plan.plan, sketch.devices).stages
     steps = zip(sketch.limits, sketch.fitted, sketch.timed.sizes, strict=True)
     between = tuple(least + max(0, most - least) // 2 // size * size for least, most, size in steps)
-    for limits in dict.fromkeys((sketch.fitted, between, sketch.limits)):
+    smallest = tuple(map(min, sketch.fitted, sketch.limits))
+    for limits in dict.fromkeys((sketch.fitted, between, sketch.limits, smallest)):
         strategy = scheduled(problem, stages, planner=planner, k=k, limits=limits, order=order)
         found = estimate(strategy)
         try:
@@ -118,8 +119,8 @@ def best_simulated(
             goal_s = best.candidate.sketch.played_s if is_as_played else best.estimate.iteration_s
             if plan.predicted.iteration_s >= goal_s or plan.sketch.played_s >= goal_s:
                 continue
-        left -= 1
         found = simulated(problem, plan, planner, k, order)
+        left -= found is not None
         if found is not None and (best is None or found.estimate.iteration_s < best.estimate.iteration_s):
             best = found
     return best

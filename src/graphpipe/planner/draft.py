@@ -244,9 +244,3 @@ def stage_graph(
         for stage in plan.stages
     )
     return StageGraph(problem.graph, stages, problem.mini_batch_size)
-
-
-def single_stage(problem: PlanningProblem, micro_batch_size: int, num_replicas: int, recompute: Recompute) -> Draft:
-    """Return the whole model as one stage: a single device, or data parallelism."""
-    everything = tuple(range(len(problem.graph.operators)))
-    return draft(problem, [Piece(everything, Choice(num_replicas, recompute))], micro_batch_size)

@@ -64,7 +64,8 @@ class GraphPipePlanner:
         objective: What a plan is judged by.
         recompute: Where activations may be dropped and computed again.
         k: Passes in a round of the kFkB schedule.
-        per_stage_micro_batches: Whether stages get micro-batch sizes of their own, by improving the best plan.
+        per_stage_micro_batches: Whether stages get micro-batch sizes of their own, by improving the best plan. They
+            are tried within the same budget as other changes, so a plan may also come out a little worse.
         time_limit_s: Seconds after which the best plan so far is returned; a first plan is looked for in any case.
     """
 
@@ -73,6 +74,16 @@ class GraphPipePlanner:
     k: int = 1
     per_stage_micro_batches: bool = False
     time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"a round has at least one pass, got k = {self.k}")
+        if self.time_limit_s is not None and self.time_limit_s < 0:
+            raise ValueError(f"a time limit is at least 0 s, got {self.time_limit_s}")
+        if self.per_stage_micro_batches and self.objective is Objective.BOTTLENECK:
+            raise ValueError(
+                "micro-batch sizes of stages make no difference to the bottleneck; use the iteration time as objective"
+            )
 
     @property
     def name(self) -> str:
@@ -112,6 +123,7 @@ class _Planning:
         self.by_size: dict[int, float] = {}
         self.ruled_out: list[int] = []
         self.settings: list[Setting] = []
+        self.num_transitions = 0
         self.sketcher = Sketcher(problem, planner.k)
 
     def strategy(self) -> Strategy:
@@ -124,10 +136,14 @@ class _Planning:
             best = best_simulated(self.problem, ranked, self.planner.name, self.planner.k, num_plans=count)
             if best is not None:
                 return self._finished(best, searched_s)
-            self.candidates.clear()
-            self.known.clear()
-            self.ruled_out.clear()
+            self._forget()
         raise nothing_fits(self.table, self.layouts, _attempts(self.planner.recompute)[-1])
+
+    def _forget(self) -> None:
+        """Start again: nothing that was found fits into memory."""
+        self.candidates, self.known, self.by_size, self.ruled_out = [], set(), {}, []
+        self.num_transitions += sum(setting.tally.transitions for setting in self.settings)
+        self.settings = []
 
     @property
     def _is_by_time(self) -> bool:
@@ -171,7 +187,11 @@ class _Planning:
         for pieces in search.single_stages():
             self._collect(size, pieces)
         # A device that works on every micro-batch for the target takes that long at least.
-        best_s = min((self.value(plan) for plan in self.candidates), default=search.slowest_s() * count)
+        best_s = search.slowest_s() * count
+        if self.candidates:
+            # A guess of the time leaves out some of the waiting; the bottleneck is known.
+            doubt = DOUBT if self._is_by_time else 0.0
+            best_s = min(best_s, min(self.value(plan) for plan in self.candidates) * (1 + doubt))
         precision = COARSE_PRECISION if self._is_by_time else PRECISION
         is_first, self.settings = not self.settings, [*self.settings, setting]
         if not is_first and search.fewest_devices(best_s / count * (1 - precision)) > self.table.num_devices:
@@ -186,7 +206,7 @@ class _Planning:
         return True
 
     def _is_worth(self, load_s: float) -> bool:
-        if self._is_late():
+        if self.candidates and self._is_late():
             return False
         best_s = min((self.value(plan) for plan in self.candidates), default=float("inf"))
         return load_s <= best_s * (1 + DOUBT)
@@ -241,7 +261,7 @@ class _Planning:
         notes["search_s"] = searched_s
         notes["simulation_s"] = time.process_time() - self.started_cpu_s - searched_s
         notes["candidates"] = len(self.candidates)
-        notes["transitions"] = sum(setting.tally.transitions for setting in self.settings)
+        notes["transitions"] = self.num_transitions + sum(setting.tally.transitions for setting in self.settings)
         return replace(best.strategy, notes=notes)
 
 
@@ -265,11 +285,14 @@ class _Played:
         limits: what samples in flight are needed for that is found out for the best plan in the end.
         """
         for plan in sorted(plans, key=self.value):
-            if self.best is not None and not self.best.sketch.is_too_large:
-                if self.tasks_left < 0 or self.value(plan) > self.best.sketch.played_s:
+            if self.best is not None:
+                if self.tasks_left < 0:
                     break
-                if plan.sketch.is_too_large:
-                    continue
+                if not self.best.sketch.is_too_large:
+                    if self.value(plan) > self.best.sketch.played_s:
+                        break
+                    if plan.sketch.is_too_large:
+                        continue
             self.tasks_left -= plan.sketch.played_tasks
             self.ranked.append(plan)
             self.ranked.sort(key=lambda each: (each.sketch.is_too_large, each.sketch.played_s))

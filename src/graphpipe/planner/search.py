@@ -34,12 +34,10 @@ class Found:
 
     Attributes:
         target_s: Seconds a micro-batch of the busiest stage, at most.
-        level: The stages on the longest path, at most, but for plans that hold the whole mini-batch.
         pieces: The stages.
     """
 
     target_s: float
-    level: int
     pieces: tuple[Piece, ...]
 
 
@@ -178,7 +176,7 @@ class TargetSearch(ABC):
                 pieces = solution.stages(level)
                 if pieces not in known:
                     known.add(pieces)
-                    yield Found(target_s * slack, level, pieces)
+                    yield Found(target_s * slack, pieces)
 
 
 class Search(TargetSearch):
