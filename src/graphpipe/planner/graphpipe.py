@@ -124,6 +124,8 @@ class _Planning:
         self.ruled_out: list[int] = []
         self.settings: list[Setting] = []
         self.num_transitions = 0
+        # Seconds that the busiest device works on a mini-batch, at least, in the plans that were found.
+        self.least_load_s = math.inf
         self.sketcher = Sketcher(problem, planner.k)
 
     def strategy(self) -> Strategy:
@@ -142,6 +144,7 @@ class _Planning:
     def _forget(self) -> None:
         """Start again: nothing that was found fits into memory."""
         self.candidates, self.known, self.by_size, self.ruled_out = [], set(), {}, []
+        self.least_load_s = math.inf
         self.num_transitions += sum(setting.tally.transitions for setting in self.settings)
         self.settings = []
 
@@ -193,6 +196,7 @@ class _Planning:
             doubt = DOUBT if self._is_by_time else 0.0
             best_s = min(best_s, min(self.value(plan) for plan in self.candidates) * (1 + doubt))
         precision = COARSE_PRECISION if self._is_by_time else PRECISION
+        best_s = best_s if self._is_by_time else min(best_s, self.least_load_s)
         is_first, self.settings = not self.settings, [*self.settings, setting]
         if not is_first and search.fewest_devices(best_s / count * (1 - precision)) > self.table.num_devices:
             # After the first search, most cannot do better.
@@ -200,6 +204,7 @@ class _Planning:
         target_s = search.least_target_s(self.bound.work_s / count, best_s / count, precision)
         if target_s is None:
             return False
+        self.least_load_s = min(self.least_load_s, target_s * count)
         slacks = SLACKS if self._is_by_time else SLACKS[:1]
         for found in search.near(target_s, lambda target_s: self._is_worth(target_s * count), slacks):
             self._collect(size, found.pieces)

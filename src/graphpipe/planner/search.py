@@ -139,11 +139,13 @@ class TargetSearch(ABC):
         tried_s = low_s * (1 + step)
         # Most plans come close to the lower bound, so the way up is short.
         while low_s > 0 and tried_s < high_s:
-            if self.fewest_devices(tried_s) <= available:
+            needed = self.fewest_devices(tried_s)
+            if needed <= available:
                 high_s = tried_s
                 break
             step *= 2
-            low_s, tried_s = tried_s, tried_s * (1 + step)
+            # Twice the devices need about half the target.
+            low_s, tried_s = tried_s, tried_s * max(1 + step, min(needed / available, 2.0))
         else:
             if self.fewest_devices(high_s) > available:
                 return None
