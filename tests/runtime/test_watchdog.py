@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import socket
 
 import pytest
 
 from graphpipe.errors import BatchError
 from graphpipe.program import AwaitReceive, Compute, OptimizerStep, lower
 from graphpipe.runtime.verdict import PlaceKind
-from graphpipe.runtime.watch import Cell
+from graphpipe.runtime.watch import Cell, Lines
 from graphpipe.runtime.watchdog import Watchdog
 from graphpipe.schedule import kfkb
 from tests.stage_graphs import DIAMOND, make_stages
@@ -72,3 +73,13 @@ def test_a_job_of_one_process_has_no_watchdog(watchdog: Watchdog) -> None:
     watchdog.start(0, 1, lambda text, _: text)
     watchdog.leave()
     assert watchdog.cells == [0] * len(Cell)
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.0\r\n", b"[1, 2]\n", b"\xff\xfe\n"])
+def test_a_stranger_that_speaks_something_else_is_left(sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        lines = Lines(ours)
+        theirs.sendall(sent)
+        assert list(lines.receive()) == []
+        assert not lines.is_open

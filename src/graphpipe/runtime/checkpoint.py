@@ -130,12 +130,14 @@ class Checkpointer:
     # ---- saving
 
     def save_if_due(self) -> None:
-        """Save a checkpoint if `save_every` steps have passed.
+        """Save a checkpoint if `save_every` steps have passed and no gradients are waiting for an update.
 
         Raises:
             CheckpointError: As `save` does.
         """
-        if self._save_every is not None and self._pipeline.num_steps % self._save_every == 0:
+        if self._save_every is None or self._pipeline.has_accumulated:
+            return
+        if self._pipeline.num_steps and self._pipeline.num_steps % self._save_every == 0:
             self.save()
 
     def save(self) -> None:
@@ -283,6 +285,7 @@ class Checkpointer:
         Raises:
             CheckpointError: The checkpoint is damaged, of another model, or there is none of this step.
         """
+        self.wait()
         found = self._on_first_rank(lambda: self._find(step))
         if found is None:
             return 0

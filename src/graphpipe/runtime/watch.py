@@ -29,6 +29,8 @@ from graphpipe.runtime.failure_report import expect_no_verdict, expect_verdict, 
 from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, RankState, Sign, SignKind, Verdict, judge
 
 TICK_S = 0.25
+# A table of places is far shorter.
+_MAX_LINE_BYTES = 1 << 26
 # What a rank that raised an exception has for its own clean-up, and how long others wait so that the launcher sees the
 # first cause end first.
 GRACE_S = 4.0
@@ -82,8 +84,16 @@ class Lines:
         if not data:
             self.is_open = False
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
+        try:
+            found: list[Any] = [json.loads(line) for line in lines]
+        except ValueError:
+            found = [None]
+        if len(self._buffer) > _MAX_LINE_BYTES or not all(isinstance(message, dict) for message in found):
+            # Whoever is there does not speak our language: a port scanner, say. It must not end the job.
+            self._buffer = b""
+            self.is_open = False
+            return
+        yield from found
 
 
 class WatchedRank:
