@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,3 +168,17 @@ def assert_equal_training() -> Callable[..., None]:
                 torch.testing.assert_close(buffer, expected.buffers[name], rtol=1e-9, atol=1e-9, msg=name)
 
     return check
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Random numbers from the same seed, in float64."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def batch_wise(captured: CapturedModel) -> list[str]:
+    """Return the operators that mix samples."""
+    return [operator.name for operator in captured.graph.operators if operator.is_batch_wise]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,13 +18,7 @@ from graphpipe.stage import Stage, StageGraph
 from tests.capture.conftest import random_partition, train_eagerly, train_in_stages
 from tests.capture.zoo import ZOO, loss_of, text
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Tagger(nn.Module):

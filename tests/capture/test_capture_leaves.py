@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,22 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from graphpipe.capture import CapturedModel, capture
+from graphpipe.capture import capture
 from graphpipe.errors import CaptureError
+from tests.capture.conftest import batch_wise
 
 Check = Callable[..., None]
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def batch_wise(captured: CapturedModel) -> list[str]:
-    return [operator.name for operator in captured.graph.operators if operator.is_batch_wise]
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Towers(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,13 +14,7 @@ from graphpipe.errors import CaptureError
 from tests.capture.conftest import Training, random_partition, train_in_stages
 from tests.capture.probes import PROBES, Probe
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def compare(found: Training, expected: Training, tolerance: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphpipe.capture import CapturedModel, Granularity, LossReduction, capture
+from graphpipe.capture import Granularity, LossReduction, capture
 from graphpipe.models import (
     DLRM,
     MMT,
@@ -24,20 +24,12 @@ from graphpipe.models import (
     SequentialTransformer,
     SequentialTransformerConfig,
 )
+from tests.capture.conftest import batch_wise
 
 Check = Callable[..., None]
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def batch_wise(captured: CapturedModel) -> list[str]:
-    return [operator.name for operator in captured.graph.operators if operator.is_batch_wise]
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.mark.parametrize("granularity", list(Granularity))

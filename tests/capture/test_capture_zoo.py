@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,12 +15,7 @@ from tests.capture.zoo import ZOO, ZooModel, captured_zoo, gpt2, loss_of
 PARTITIONS = 5
 
 
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def check_partitions(entry: ZooModel, model: nn.Module, captured: CapturedModel, num_partitions: int) -> None:

@@ -6,6 +6,7 @@ values of tensors, has no place in it. So it becomes a leaf, which runs the orig
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -65,7 +66,7 @@ class Structure:
         return pytree.tree_unflatten(leaves, self.tree)
 
 
-class Leaf:
+class Leaf(ABC):
     """Python code as an operation from tensors and sizes to tensors.
 
     Attributes:
@@ -77,9 +78,9 @@ class Leaf:
         self.given = given
         self.made: Structure | None = None
 
+    @abstractmethod
     def run(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         """Return the tensors of the result."""
-        raise NotImplementedError
 
     def _results(self, value: Any) -> list[Tensor]:
         self.made, tensors, sizes = Structure.of(value)
