@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StrategyError,
     )
     from graphpipe.runtime.checkpoint import Checkpointer, Saving
+    from graphpipe.runtime.compilation import Compilation
     from graphpipe.runtime.initialise import FromSafetensors, FromSeed
     from graphpipe.runtime.loss_scale import LossScaling
     from graphpipe.runtime.model_file import load_model
@@ -50,6 +51,7 @@ _HOME = {
     "CheckpointError": "graphpipe.errors",
     "Checkpointer": "graphpipe.runtime.checkpoint",
     "Cluster": "graphpipe.cluster",
+    "Compilation": "graphpipe.runtime.compilation",
     "DeadlockError": "graphpipe.errors",
     "Device": "graphpipe.cluster",
     "EvaluationResult": "graphpipe.runtime.pipeline",
@@ -78,6 +80,7 @@ __all__ = [
     "CheckpointError",
     "Checkpointer",
     "Cluster",
+    "Compilation",
     "DeadlockError",
     "Device",
     "EvaluationResult",

@@ -21,6 +21,7 @@ from graphpipe.planner.base import Planner, PlanningProblem, check_sizes
 from graphpipe.planner.graphpipe import GraphPipePlanner
 from graphpipe.profiler import measure_profile
 from graphpipe.runtime.comparison import default_tolerance, gradient_error, loss_error, smallest_scale
+from graphpipe.runtime.compilation import Compilation
 from graphpipe.runtime.initialise import Init
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
@@ -43,6 +44,7 @@ class Job:
         max_gradient_norm: The largest norm of all gradients together; None to clip nothing.
         autocast: The lower type that the model runs in under autocast; None for its own types.
         loss_scaling: How the loss is scaled, for training under autocast to float16.
+        compilation: How `torch.compile` compiles each stage; None to run stages as they are.
         batches: Makes the batches to train with; every rank gets the same ones.
         init: For a model on the meta device: where its parameters get their values.
         split_points: Paths of modules to divide the model at.
@@ -57,6 +59,7 @@ class Job:
     max_gradient_norm: float | None = None
     autocast: torch.dtype | None = None
     loss_scaling: LossScaling | None = None
+    compilation: Compilation | None = None
     batches: Callable[[], Iterable[Any]] | None = None
     init: Init | None = None
     split_points: Sequence[str] = ()

@@ -13,7 +13,6 @@ from torch import nn
 from graphpipe.capture import CapturedModel, capture, eager_loss
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
 from graphpipe.runtime.process_transports import TransportKind
-from graphpipe.runtime.sharding import OptimizerStates
 from graphpipe.runtime.update import OptimizerFactory
 from graphpipe.schedule import kfkb
 from graphpipe.stage import Stage, StageGraph
@@ -61,13 +60,16 @@ def compare(
     k: int = 1,
     num_devices: int = 0,
     make_optimizer: OptimizerFactory = sgd,
-    optimizer_states: OptimizerStates = OptimizerStates.COPIED,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train some steps by a strategy and in one process; return the largest differences, and facts about the run."""
+    """Train some steps by a strategy and in one process; return the largest differences, and facts about the run.
+
+    The pipeline is given `options` besides.
+    """
     alone = copy.deepcopy(model)
     captured = capture(model, batches[0], loss_fn=loss_fn)
     strategy = hand_made(captured, parts, mini_batch_size, k=k, num_devices=num_devices)
-    pipeline = Pipeline(captured, strategy, optimizer=make_optimizer, transport=kind, optimizer_states=optimizer_states)
+    pipeline = Pipeline(captured, strategy, optimizer=make_optimizer, transport=kind, **options)
     optimizer = make_optimizer(alone.named_parameters())
     losses, errors, copies_equal = [], {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}, True
     missing: list[str] = []

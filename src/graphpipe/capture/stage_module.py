@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -55,7 +55,7 @@ class StageModule(nn.Module):
         self._autocast = autocast
         self._written = written
         # A plain list keeps the program, which has no state, out of the module tree: the tree has original names only.
-        self._program = [program]
+        self._program: list[Callable[..., Any]] = [program]
         self._constants: dict[str, Tensor] = {}
         self._owners: list[tuple[nn.Module | None, str]] = []
         for kind, name, tensor in attributes:
@@ -93,6 +93,20 @@ class StageModule(nn.Module):
         with self._autocast.applied():
             results = self._program[0](*given, *own, *sizes, *self._leaves, device, draws or Draws())
         return dict(zip(self.output_names, results, strict=True))
+
+    def compile_with(self, backend: str | Callable[..., Any], *, dynamic: bool | None, options: Any) -> None:
+        """Let `torch.compile` compile the program when it first runs; arguments as it takes them.
+
+        What draws by a key, checks targets or runs a module that is kept whole stays outside: the key is another number
+        in every step, and would have everything compiled again.
+        """
+        program = self._program[0]
+        assert isinstance(program, fx.GraphModule)
+        for node in program.graph.nodes:
+            if getattr(node.target, "__module__", "").startswith("graphpipe."):
+                node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
+        program.recompile()
+        self._program = [torch.compile(program, backend=backend, dynamic=dynamic, options=options)]
 
     def written_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that `forward` writes, such as running statistics, by name."""

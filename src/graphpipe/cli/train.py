@@ -154,6 +154,7 @@ def command(
             lr_scheduler=job.lr_scheduler,
             max_gradient_norm=job.max_gradient_norm,
             loss_scaling=job.loss_scaling,
+            compilation=job.compilation,
             example_batch=job.example_batch,
             timeout=datetime.timedelta(seconds=timeout_s),
             init=job.init,

@@ -32,6 +32,7 @@ from graphpipe.program import (
 )
 from graphpipe.runtime.buckets import Bucket, start_buckets
 from graphpipe.runtime.clock import Clock, Mark
+from graphpipe.runtime.compilation import Compilation
 from graphpipe.runtime.stages import StageModule, StageSource, named_parameters, take_samples
 from graphpipe.runtime.transport import Transport
 from graphpipe.runtime.watch import Cells
@@ -111,6 +112,7 @@ class Executor:
     Attributes:
         loss_scale: What the gradient of the loss is multiplied by, and with it every gradient that `run` leaves.
         draws: What the random numbers of the mini-batch follow from.
+        compilation: How the modules were compiled, to tell what failed.
         kept_names: The outputs of stages to keep in `kept`, with their samples, until somebody clears it.
     """
 
@@ -137,6 +139,7 @@ class Executor:
         self.position: Cells = [0]
         self.first_place = 0
         self.draws = Draws()
+        self.compilation: Compilation | None = None
         self.kept_names: frozenset[str] = frozenset()
         self.kept: list[tuple[str, SampleRange, Tensor]] = []
 
@@ -273,6 +276,8 @@ class Executor:
                 self._backward(batch, task, samples)
         except Exception as error:
             stage = batch.program.stages.stages[task.stage]
+            if self.compilation is not None and (told := self.compilation.failure(task.stage, stage, error)):
+                raise told from error
             raise GraphPipeError(
                 f"task {task} (stage {task.stage}, micro-batch {task.micro_batch}, samples {samples.start} to "
                 f"{samples.stop - 1}, operators {stage.operators[0]!r} to {stage.operators[-1]!r}) failed on device "

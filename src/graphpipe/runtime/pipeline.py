@@ -22,6 +22,7 @@ from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
 from graphpipe.runtime.comparison import default_tolerance, gradient_error, loss_error, single_process, smallest_scale
+from graphpipe.runtime.compilation import Compilation
 from graphpipe.runtime.evaluation import Evaluation
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.initialise import Init, fill_own
@@ -128,6 +129,8 @@ class Pipeline:
         split_points: As they were given to `graphpipe.plan`.
         keep_whole: As it was given to `graphpipe.plan`.
         verify: When to compare loss and gradients with one process; each rank then runs the whole model once.
+        compilation: How `torch.compile` compiles each stage; by default stages run as they are, as they do in
+            evaluation. The first micro-batches then take the time of the compiler, which `timeout` must allow for.
 
     Attributes:
         num_steps: The updates of the parameters so far, also those before a checkpoint that was taken up.
@@ -157,6 +160,7 @@ class Pipeline:
         split_points: Sequence[str] = (),
         keep_whole: Sequence[str] = (),
         verify: Verify | str = Verify.NEVER,
+        compilation: Compilation | None = None,
     ) -> None:
         self.strategy = strategy
         if lr_scheduler is not None and optimizer is None:
@@ -180,6 +184,9 @@ class Pipeline:
         self._split_points = tuple(split_points)
         self._keep_whole = tuple(keep_whole)
         self._verify = Verify(verify)
+        self._compilation = compilation
+        if compilation is not None:
+            compilation.check(len(strategy.stages.stages))
         self._programs: dict[int, Program] = {}
         self._source: StageSource | None = None
         self._model = model
@@ -220,6 +227,9 @@ class Pipeline:
         self._source = source
         self._executor = Executor(rank(), source, modules, transport, clock_for(device), device)
         self._executor.position = self._watchdog.cells
+        if self._compilation is not None:
+            self._compilation.compile(modules)
+            self._executor.compilation = self._compilation
         trainable = [(name, p) for name, p in self._executor.parameters.items() if p.requires_grad]
         if self._optimizer_states is OptimizerStates.SHARDED:
             owners = parameter_owners(self.strategy.graph, reductions)

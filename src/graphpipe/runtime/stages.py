@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ class StageModule(Protocol):
 
     def __call__(self, tensors: Mapping[str, Tensor], num_samples: int, draws: Draws, /) -> dict[str, Tensor]:
         """Return the outputs by name."""
+        ...
+
+    def compile_with(self, backend: str | Callable[..., Any], *, dynamic: bool | None, options: Any) -> None:
+        """Let `torch.compile` compile it when it is first called."""
         ...
 
     def written_buffers(self) -> dict[str, Tensor]:
