@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,11 @@ from graphpipe.planner.operators import OperatorTable
 SIMILAR = 0.1
 # Ways to choose how many branches of each kind go into a stage. Above it, similar branches count as equal.
 MAX_GROUPS = 128
+# A fork or a join takes at most this many items of the chain around a block, or those of some stages' fair share.
+MERGED_ITEMS = 16
+MERGED_SHARES = 4
+# Forks times joins, over all blocks. Above it, the blocks with the least work are put in line.
+MAX_PASSAGES = 5_000
 
 
 @dataclass(frozen=True)
@@ -80,13 +85,47 @@ def line(order: Sequence[int]) -> Chain:
 def lay_out(graph: ComputationGraph, shape: Node, costs: OperatorTable) -> Chain:
     """Return the shape of a graph with its knots and its blocks of little work put in line.
 
+    A deep network whose every layer has a small block, such as the projections of an attention, has as many blocks as
+    layers, and so long a chain around each that all forks and joins would take hours. What such blocks could run side
+    by side is a small part of a stage, so the smallest go first.
+
     Args:
         graph: The graph.
         shape: Its decomposition.
         costs: What the operators cost: a block with work in one branch only has nothing to run side by side, and equal
             branches are told by what they cost.
     """
-    return _Layout(graph, costs).chain(shape)
+    layout = _Layout(graph, costs)
+    found = layout.chain(shape)
+    while _num_passages(found, costs) > MAX_PASSAGES:
+        # Rounded, so that equal blocks go together.
+        least_work = min(float(f"{layout.work_of(block):.6g}") for block in _blocks(found))
+        layout.real_block_work = least_work * (1 + 1e-5)
+        found = layout.chain(shape)
+    return found
+
+
+def merged_items(costs: OperatorTable) -> int:
+    """Return how many items of the chain around a block share a stage with a part of a branch at most."""
+    return max(MERGED_ITEMS, MERGED_SHARES * len(costs.work) // costs.num_devices)
+
+
+def _blocks(chain: Chain) -> Iterator[Block]:
+    for item in chain.items:
+        if isinstance(item, Block):
+            yield item
+            for branch in item.branches:
+                yield from _blocks(branch)
+
+
+def _num_passages(chain: Chain, costs: OperatorTable) -> int:
+    """Return how many pairs of a fork and a join there are."""
+    most, count = merged_items(costs), 0
+    for at, item in enumerate(chain.items):
+        if isinstance(item, Block):
+            count += min(at, most) * min(len(chain.items) - at - 1, most)
+            count += sum(_num_passages(branch, costs) for branch in item.branches)
+    return count
 
 
 class _Layout:
@@ -95,6 +134,12 @@ class _Layout:
         self.costs = costs
         # Less work than this is not worth a device: a hundredth of a device's fair share.
         self.real_work = 0.01 * float(costs.work.sum()) / costs.num_devices
+        # Blocks with at most this work are put in line.
+        self.real_block_work = 0.0
+
+    def work_of(self, block: Block) -> float:
+        """Return the work of all branches of a block."""
+        return float(self.costs.work[list(block.operators)].sum())
 
     def chain(self, node: Node) -> Chain:
         parts = node.children if isinstance(node, Series) else (node,)
@@ -110,7 +155,8 @@ class _Layout:
                 working = [c for c in children if self.costs.work[list(operators_of(c))].sum() > self.real_work]
                 if len(working) <= 1:
                     return operators_of(part)
-                return (self._block([self.chain(child) for child in children]),)
+                block = self._block([self.chain(child) for child in children])
+                return (block,) if self.work_of(block) > self.real_block_work else operators_of(part)
             case Series():
                 raise AssertionError("a series within a series")
 

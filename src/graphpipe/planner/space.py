@@ -11,12 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphpipe.planner.costs import Setting, StageTables, stage_tables
-from graphpipe.planner.layout import Block, Chain
+from graphpipe.planner.layout import Block, Chain, merged_items
 from graphpipe.planner.spans import Line, SharedInput, combine
-
-# A fork or a join takes at most this many items of the chain around a block, or those of some stages' fair share.
-MERGED_ITEMS = 16
-MERGED_SHARES = 4
 
 
 class ChainSpace:
@@ -126,7 +122,7 @@ class BlockSpace:
         following = sum(1 if isinstance(item, int) else item.depth for item in chain.items[position + 1 :])
         self.afters = afters(setting, reach + following)
         table = setting.table
-        limit = max(MERGED_ITEMS, MERGED_SHARES * len(table.work) // table.num_devices)
+        limit = merged_items(table)
         before = min(position, limit)
         behind = min(len(chain.items) - position - 1, limit)
         self.kinds = []
