@@ -31,7 +31,7 @@ def start(job: gp.Job, folder: Path) -> tuple[gp.Pipeline, TrainingCheckpoints]:
     return pipeline, TrainingCheckpoints(pipeline, Batches(job, 2), folder, save_every=2, keep=3, saving=saving)
 
 
-def no_space(*arguments: Any) -> None:
+def no_space(*arguments: Any, **options: Any) -> None:
     raise OSError(28, "No space left on device")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,24 @@ def die_while_saving(folder: str) -> None:
         train(pipeline, batches()[1:2])
         torch.distributed.checkpoint.hf_storage.HuggingFaceStorageWriter = Deadly  # type: ignore[misc]
         checkpoints.save()
+
+
+def fill_the_disk(folder: str) -> dict[str, Any]:
+    """Save steps 1, 2 and 3; there is no space on rank 1's disk for the second."""
+    pipeline = make("two", 0.5)
+    said = ""
+    with gp.Checkpointer(pipeline, folder) as checkpoints:
+        for step, batch in enumerate(batches()[:3], start=1):
+            pipeline.step(batch)
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if step == 2 and rank() == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+            try:
+                checkpoints.save()
+            except gp.CheckpointError as error:
+                said = str(error)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return {"said": said, "files": sorted(p.name for p in Path(folder).iterdir())}
 
 
 def resume_after_death(folder: str) -> dict[str, Any]:

@@ -16,14 +16,18 @@ import torch
 
 from graphpipe.capture import CapturedModel, capture
 from graphpipe.program import AwaitReceive, AwaitReduction, Compute, Instruction, OptimizerStep
+from graphpipe.runtime.checkpoint import Checkpointer
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.pipeline import Pipeline
+from graphpipe.runtime.process_transports import TransportKind
 from tests.distributed.cases import Fork, batch_of, mean_square
 from tests.distributed.parity import hand_made, sgd
 
 # Branches b and c between a, which has two replicas, and d.
 PARTS = [("a", 4, (0, 1)), ("b", 2, (2,)), ("c", 2, (3,)), ("", 2, (2,))]
 NUM_RANKS = 4
+# By then it is known how long a task takes.
+FAILS_AT = 5
 
 
 @functools.cache
@@ -67,24 +71,45 @@ def is_at(instruction: Instruction, place: str) -> bool:
             return False
 
 
-def train(folder: str, how: str, rank: int, place: str, timeout_s: float = 60.0, steps: int = 4) -> None:
-    """Train, and fail on a rank at a place of step 2."""
+def train(folder: str, how: str, rank: int, place: str, timeout_s: float = 60.0, transport: str = "gloo") -> None:
+    """Train, and fail on a rank at a place of step `FAILS_AT`."""
     pipeline = Pipeline(
-        captured(), hand_made(captured(), PARTS, 8), optimizer=sgd, timeout=datetime.timedelta(seconds=timeout_s)
+        captured(),
+        hand_made(captured(), PARTS, 8),
+        optimizer=sgd,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        transport=TransportKind(transport),
     )
+    checkpoints = Checkpointer(pipeline, Path(folder) / "checkpoints") if place == "saving" else None
     step = 0
     interpret = Executor._interpret
 
     def failing(self: Executor, batch: Any, instruction: Instruction, optimizer_step: Any) -> None:
-        if step == 2 and int(os.environ["RANK"]) == rank and is_at(instruction, place):
+        if step == FAILS_AT and int(os.environ["RANK"]) == rank and is_at(instruction, place):
             fail(how, Path(folder))
         interpret(self, batch, instruction, optimizer_step)
 
     Executor._interpret = failing  # type: ignore[method-assign]
-    for step in range(1, steps + 1):
-        if step == 2 and int(os.environ["RANK"]) == rank and place == "outside":
+    for step in range(1, FAILS_AT + 3):
+        if step == FAILS_AT and int(os.environ["RANK"]) == rank and place == "outside":
             fail(how, Path(folder))
         print(f"step {step} loss {pipeline.step(batch_of(8, seed=step)).loss}", flush=True)
+        if checkpoints is not None:
+            if step == FAILS_AT and int(os.environ["RANK"]) == rank:
+                checkpoints._write = lambda *_: fail(how, Path(folder))  # type: ignore[method-assign]
+            checkpoints.save()
+
+
+def hold(folder: str, checkpoints: str) -> None:
+    """Train with checkpoints until there is a file ``go``."""
+    pipeline = Pipeline(captured(), hand_made(captured(), PARTS, 8), optimizer=sgd)
+    with Checkpointer(pipeline, checkpoints) as saving:
+        saving.restore()
+        (Path(folder) / f"ready-{os.environ['RANK']}").touch()
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.05)
+        pipeline.step(batch_of(8))
+        saving.save()
 
 
 def slow(seconds: float) -> None:

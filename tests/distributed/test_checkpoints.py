@@ -74,3 +74,10 @@ def test_after_a_rank_died_while_saving_the_older_checkpoint_is_used(tmp_path: P
     assert [result["step"] for result in results] == [1, 1]
     assert results[0]["files"] == ["latest", "lock", "step-00000001"]
     assert "saved a checkpoint of step 2, which is removed; the newest whole one is of step 1" in results[0]["said"][0]
+
+
+def test_a_full_disk_on_one_rank_is_told_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    for result in run_case("checkpoints.fill_the_disk", 2, str(tmp_path / "checkpoints")):
+        assert "the checkpoint of step 2 could not be saved: rank 1: OSError" in result["said"]
+        assert "that of step 1 is still there" in result["said"]
+        assert result["files"] == ["latest", "lock", "step-00000001", "step-00000003"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,15 +18,17 @@ INCIDENTS = [
     ("exception", 2, "1F1", 60, "rank 2 failed at task 1F1 (stage 1, micro-batch 1, forward"),
     ("exception", 0, "0B1", 60, "rank 0 failed at task 0B1 (stage 0, micro-batch 1, backward"),
     ("exception", 3, "optimizer", 60, "rank 3 failed at the optimizer's step"),
-    ("exception", 1, "outside", 60, "rank 1 left the job while others go on, after step 1: ZeroDivisionError"),
+    ("exception", 1, "outside", 60, "rank 1 left the job while others go on, after step 4: ZeroDivisionError"),
     ("kill", 0, "0F0", 60, "rank 0 died at task 0F0 (stage 0, micro-batch 0, forward"),
     ("kill", 3, "2B1", 60, "rank 3 died at task 2B1 (stage 2, micro-batch 1, backward"),
     ("kill", 2, "wait 1B0", 60, "rank 2 died at the receive of gradient of b [0:2] from stage 3, micro-batch 0"),
     ("kill", 1, "sum", 60, "rank 1 died at the sum of gradients over devices [0, 1]"),
+    ("kill", 2, "saving", 60, "rank 2 died at the saving of a checkpoint"),
+    ("stop", 1, "saving", 60, "rank 1 has been stopped (SIGSTOP) for N s, at the saving of a checkpoint"),
     ("stop", 0, "0F1", 60, "rank 0 has been stopped (SIGSTOP)"),
     ("stop", 2, "3B2", 60, "rank 2 has been stopped (SIGSTOP)"),
     ("stop", 3, "outside", 60, "rank 3 has been stopped (SIGSTOP)"),
-    ("loop", 3, "2F3", 3, "rank 3 has made no progress for N s, at task 2F3"),
+    ("loop", 3, "2F3", 60, "rank 3 has made no progress for N s, at task 2F3"),
     ("loop", 1, "outside", 3, "rank 1 has made no progress for N s, at the code between two steps"),
     ("c-loop", 2, "3F1", 60, "rank 2 has not answered for N s, at task 3F1"),
     ("c-loop", 1, "wait 0B0", 60, "rank 1 has not answered for N s, at the receive of gradient of a"),
@@ -75,7 +78,7 @@ def test_the_job_ends_and_names_the_first_cause(
     errors = [line for line in end.output.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, end.output
     assert re.sub(r"\d+\.\d s", "N s", errors[0]).startswith(f"error: {message}"), errors[0]
-    assert "in step 2" in errors[0] or place == "outside"
+    assert "in step 5" in errors[0] or place == "outside"
     # Only the rank that failed says more, and before its own exception there is no other rank's.
     assert end.output.count("Traceback") == (how == "exception"), end.output
 
@@ -85,7 +88,35 @@ def test_a_waiting_rank_is_named_with_its_edge(ended: Incidents) -> None:
     first, then = re.fullmatch(r".*error: (.*?)\. Then: (.*?)\n.*", end.output, re.DOTALL).groups()  # type: ignore[union-attr]
     assert "at task 0F1 (stage 0, micro-batch 1, forward pass of samples 4 to 5, operators 'a' to 'a', edges" in first
     assert "rank 3 waits at the receive of" in then
-    assert re.search(r"edge \d→\d in step 2", then)
+    assert re.search(r"edge \d→\d in step 5", then)
+
+
+def test_the_first_cause_is_named_over_the_transport_with_nccl_order_as_well(server: JobServer, tmp_path: Path) -> None:
+    arguments = {"how": "kill", "rank": 2, "place": "1F1", "transport": "ordered"}
+    end = server.wait(server.start(tmp_path, 4, "tests.distributed.failures:train", folder=str(tmp_path), **arguments))
+    assert all(end.codes), end.output
+    assert end.times_s[-1] - float((tmp_path / "failed_at").read_text()) < LIMIT_S
+    assert "error: rank 2 died at task 1F1 (stage 1, micro-batch 1, forward" in end.output
+    assert not end.left_over
+
+
+def test_two_jobs_do_not_save_to_one_folder(server: JobServer, tmp_path: Path) -> None:
+    saved = str(tmp_path / "checkpoints")
+    first = tmp_path / "first"
+    server.start(first, 4, "tests.distributed.failures:hold", folder=str(first), checkpoints=saved)
+    until_s = time.monotonic() + 30.0
+    while not all((first / f"ready-{rank}").exists() for rank in range(4)) and time.monotonic() < until_s:
+        time.sleep(0.02)
+    second = tmp_path / "second"
+    server.start(second, 4, "tests.distributed.failures:hold", folder=str(second), checkpoints=saved)
+    end = server.wait(second)
+    assert all(code == 1 for code in end.codes), end.output
+    assert end.output.count(f"CheckpointError: another job writes its checkpoints to '{saved}' (process ") == 4
+    assert not end.left_over
+    (first / "go").touch()
+    end = server.wait(first)
+    assert end.codes == [0] * 4, end.output
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000001\n"
 
 
 def test_a_long_task_is_no_failure(server: JobServer, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.distributed import soak
 from tests.distributed.forked import JobServer
 
 pytestmark = pytest.mark.distributed
+LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,10 @@ def check(server: JobServer, folder: Path, num_incidents: int, steps: int, seed:
     for message in disturbed.messages:
         print(message[:160])
     assert disturbed.num_incidents == num_incidents
-    assert len(disturbed.messages) == num_incidents
+    assert disturbed.slowest_end_s < LIMIT_S
+    for incident, message in zip(incidents, disturbed.messages, strict=True):
+        how = {"exception": "failed at", "kill": "died at", "stop": "has been stopped"}[incident.how]
+        assert message.startswith(f"error: rank {incident.rank} {how}"), (incident, message)
     assert disturbed.finals == undisturbed.finals
     assert disturbed.finals[0]["steps"] == steps
 

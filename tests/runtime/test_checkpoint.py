@@ -7,6 +7,7 @@ import logging
 import pickle
 import random
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(3, width), nn.Linear(width, 3)
         self.activation = activation
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("unused", torch.ones(2, dtype=torch.complex128))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return (self.b(self.activation(self.a(x))) ** 2).mean()
+        return (self.b(self.activation(self.a(x))) ** 2 * self.mask).mean()
 
 
 class Wrapped(nn.Module):
@@ -179,7 +181,7 @@ def test_no_file_of_a_checkpoint_runs_code(folder: Path, tmp_path: Path) -> None
             (draft / name).write_bytes(data)
         facts = {name: FileFacts.of(draft / name) for name in files if name.endswith(".safetensors")}
         content = {key: value for key, value in manifest.items() if key not in ("files", "step")}
-        checkpoint.finish(2, {**content, **changes}, facts)
+        checkpoint.finish(2, {**content, **changes}, facts, keep=3)
         with gp.Checkpointer(make(), folder) as checkpoints, pytest.raises(gp.CheckpointError):
             checkpoints.restore()
         assert not exploded.exists()
@@ -245,7 +247,99 @@ def test_an_asynchronous_checkpoint_that_fails_is_told_by_the_next_call(
     assert CheckpointFolder(tmp_path).steps() == [1]
 
 
-def no_space(*arguments: Any) -> None:
+def test_one_that_fails_does_not_cost_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = make()
+    with gp.Checkpointer(pipeline, tmp_path, save_every=1, saving=gp.Saving.ASYNCHRONOUS) as checkpoints:
+        pipeline.step(batch_of(0))
+        with monkeypatch.context() as patched:
+            patched.setattr(CheckpointFolder, "finish", no_space)
+            checkpoints.save_if_due()
+            checkpoints._writing._thread.join()  # type: ignore[union-attr]
+        pipeline.step(batch_of(1))
+        with pytest.raises(gp.CheckpointError, match="step 1 could not be saved"):
+            checkpoints.save_if_due()
+    assert CheckpointFolder(tmp_path).steps() == [2]
+
+
+def test_nobody_else_may_write_while_a_job_that_failed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    finish = CheckpointFolder.finish
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        assert goes_on.wait(30)
+        finish(*arguments, **options)
+
+    monkeypatch.setattr(CheckpointFolder, "finish", slowly)
+    checkpoints = gp.Checkpointer(make(), tmp_path, saving=gp.Saving.ASYNCHRONOUS)
+    with pytest.raises(ZeroDivisionError), checkpoints:  # noqa: PT012
+        checkpoints.save()
+        writing = checkpoints._writing
+        raise ZeroDivisionError
+    with pytest.raises(gp.CheckpointError, match="open already"):
+        gp.Checkpointer(make(), tmp_path)
+    goes_on.set()
+    assert writing is not None
+    writing.join()
+    with gp.Checkpointer(make(), tmp_path) as again:
+        assert again.restore() == 0
+    assert CheckpointFolder(tmp_path).steps() == [0]
+
+
+class Refusing:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise OSError("no")
+
+
+def test_a_job_that_is_half_restored_saves_nothing(tmp_path: Path) -> None:
+    pipeline = make()
+    with gp.Checkpointer(pipeline, tmp_path, states={"loader": Refusing()}) as checkpoints:
+        pipeline.step(batch_of(0))
+        checkpoints.save()
+    pipeline = make()
+    with gp.Checkpointer(pipeline, tmp_path, states={"loader": Refusing()}) as checkpoints:
+        with pytest.raises(gp.CheckpointError, match="rank 0: OSError: no"):
+            checkpoints.restore()
+        pipeline.step(batch_of(0))
+        pipeline.step(batch_of(1))
+        with pytest.raises(gp.CheckpointError, match="taken up in part only"):
+            checkpoints.save()
+
+
+def test_a_job_may_ask_for_the_rest_once_an_epoch(tmp_path: Path) -> None:
+    def run(folder: str, stop: int) -> list[int]:
+        pipeline = make()
+        trained = []
+        with gp.Checkpointer(pipeline, tmp_path / folder) as checkpoints:
+            checkpoints.restore()
+            for epoch in range(3):
+                for seed in checkpoints.remaining(range(10 * epoch, 10 * epoch + 4)):
+                    trained.append(seed)
+                    pipeline.step(batch_of(seed))
+                    if pipeline.num_steps == stop:
+                        checkpoints.save()
+                        return trained
+        return trained
+
+    whole = [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
+    assert run("whole", 99) == whole
+    assert run("parts", 3) + run("parts", 6) + run("parts", 8) + run("parts", 99) == whole
+
+
+def test_fewer_batches_than_are_done_are_told(folder: Path) -> None:
+    def rest(batches: list[int]) -> None:
+        with gp.Checkpointer(make(), folder) as checkpoints:
+            checkpoints.restore()
+            assert not list(checkpoints.remaining(batches))
+
+    with pytest.raises(gp.CheckpointError, match="after 2 batches, and `remaining` was given 1: nothing was trained"):
+        rest([0])
+    rest([0, 1])
+
+
+def no_space(*arguments: Any, **options: Any) -> None:
     raise OSError(28, "No space left on device")
 
 

@@ -24,7 +24,8 @@ time.sleep(60)
 def add(folder: CheckpointFolder, step: int, content: bytes = b"abc") -> Path:
     path = folder.begin(step) / "shard.safetensors"
     path.write_bytes(content)
-    return folder.finish(step, {"batches": step}, {path.name: FileFacts.of(path)})
+    folder.finish(step, {"batches": step}, {path.name: FileFacts.of(path)}, keep=9)
+    return folder.of_step(step)
 
 
 @pytest.fixture
@@ -82,12 +83,49 @@ def test_every_flipped_byte_is_found(folder: CheckpointFolder) -> None:
     final = add(folder, 6, bytes(range(40)))
     for path in final.iterdir():
         whole = path.read_bytes()
-        for position in range(0, len(whole) - 1, 7):
-            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        for position in range(len(whole)):
+            changed = whole[position] ^ (1 << position % 8)
+            path.write_bytes(whole[:position] + bytes([changed]) + whole[position + 1 :])
             with pytest.raises(CheckpointError, match=r"step 6 is damaged: .*restore\(3\)"):
                 check(folder, 6)
         path.write_bytes(whole)
     check(folder, 6)
+
+
+def test_what_is_saved_stays_so_when_there_is_no_space_for_latest(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    add(folder, 3)
+    add(folder, 6)
+
+    def full(self: CheckpointFolder) -> None:
+        if len(self.steps()) > 1:
+            raise OSError(28, "No space left on device")
+        point(self)
+
+    point = CheckpointFolder.point_to_latest
+    monkeypatch.setattr(CheckpointFolder, "point_to_latest", full)
+    folder.begin(9)
+    folder.finish(9, {}, {}, keep=1)  # Removing the old ones makes space.
+    assert (folder.path / "latest").read_text() == "step-00000009\n"
+    assert folder.steps() == [9]
+    assert "step 9 is saved, but" in caplog.text
+
+
+def test_a_job_may_go_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = CheckpointFolder(Path("checkpoints"))
+    folder.lock()
+    add(folder, 3)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    add(folder, 6)
+    folder.unlock()
+    monkeypatch.chdir(tmp_path)
+    again = CheckpointFolder(Path("checkpoints"))
+    again.lock()
+    assert again.steps() == [3, 6]
+    again.unlock()
 
 
 def check(folder: CheckpointFolder, step: int) -> None:
@@ -109,14 +147,14 @@ def test_a_missing_and_a_foreign_file_are_found(folder: CheckpointFolder) -> Non
 @pytest.mark.parametrize("name", ["../../outside.safetensors", "/etc/passwd", "x.pt", ".metadata", ".safetensors"])
 def test_a_manifest_names_only_files_of_its_own(folder: CheckpointFolder, name: str) -> None:
     folder.begin(6)
-    folder.finish(6, {}, {name: FileFacts(0, "")})
+    folder.finish(6, {}, {name: FileFacts(0, "")}, keep=9)
     with pytest.raises(CheckpointError, match="not a file of a checkpoint"):
         check(folder, 6)
 
 
 def test_another_version_is_refused(folder: CheckpointFolder) -> None:
     folder.begin(6)
-    folder.finish(6, {"version": 99}, {})
+    folder.finish(6, {"version": 99}, {}, keep=9)
     with pytest.raises(CheckpointError, match="version 99"):
         folder.read_manifest(6)
 

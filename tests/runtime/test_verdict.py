@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -85,10 +86,48 @@ def test_a_stopped_or_silent_rank_is_told_apart() -> None:
     assert "rank 0 has been stopped (SIGSTOP) for 2.0 s" in stopped.message
     outside = RankState(rank=0, silent_s=2.0, is_stopped=True)
     assert judged(outside, RankState(rank=1)) is not None  # Not only in a step: it may be saving a checkpoint.
-    assert judged(working(0, silent_s=4.9), waiting(1)) is None
-    silent = judged(working(0, silent_s=5.0), waiting(1))
+    assert judged(working(0, silent_s=6.9), waiting(1)) is None
+    silent = judged(working(0, silent_s=7.0), waiting(1))
     assert silent is not None
     assert "lets no other thread run" in silent.message
+    assert "raise the stall timeout (7 s)" in silent.message
+
+
+def test_a_task_that_has_been_run_before_has_less_time() -> None:
+    def known(idle_s: float, usual_s: float) -> RankState:
+        return replace(working(0, idle_s=idle_s), usual_s=usual_s)
+
+    assert judged(known(6.9, 0.1), waiting(1)) is None
+    stalled = judged(known(7.0, 0.1), waiting(1))
+    assert stalled is not None
+    assert stalled.message.startswith(
+        "rank 0 has made no progress for 7.0 s, at task 1F2 (stage 1, micro-batch 2) in step 3, where it was never for "
+        "more than 0.1 s before; if it may take so long, raise the stall timeout (7 s)"
+    )
+    assert judged(known(29.0, 3.0), waiting(1)) is None  # Ten times three.
+    assert judged(known(30.0, 3.0), waiting(1)) is not None
+    assert judged(known(59.0, 30.0), waiting(1)) is None
+    longest = judged(known(60.0, 30.0), waiting(1))
+    assert longest is not None
+    assert "raise the timeout (60 s)" in longest.message  # Never more than that.
+    assert judged(replace(waiting(1, idle_s=50.0), usual_s=0.1), working(0)) is None  # Nor is who waits to blame.
+
+
+def test_what_takes_its_time_has_a_limit_of_its_own() -> None:
+    saving = Place(PlaceKind.WAIT, "the saving of a checkpoint", 1800.0)
+    states = [RankState(rank=r, place=saving, operation=8, step=3, idle_s=1799.0, silent_s=20.0) for r in (0, 1)]
+    assert judged(*states) is None
+    verdict = judged(*(replace(state, idle_s=1800.0) for state in states))
+    assert verdict is not None
+    assert verdict.message.startswith("all ranks have waited for each other for 1800 s and more: rank 0 at the saving")
+
+
+def test_a_rank_that_never_came_is_named() -> None:
+    expected = RankState(rank=2, has_come=False, unheard_s=29.0)
+    assert judged(waiting(0), waiting(1), expected) is None
+    verdict = judged(waiting(0), waiting(1), replace(expected, unheard_s=30.0))
+    assert verdict is not None
+    assert verdict.message.startswith("rank 2 has not joined the others for 30 s, before the first step")
 
 
 def test_the_users_code_between_steps_has_time_until_others_have_waited_long() -> None:

@@ -11,7 +11,7 @@ from graphpipe.cli.jobs import Batches
 from graphpipe.errors import CheckpointError
 from graphpipe.runtime.checkpoint import Checkpointer, Saving
 from graphpipe.runtime.pipeline import Pipeline
-from graphpipe.runtime.process_group import rank
+from graphpipe.runtime.process_group import is_done, note_done, rank
 
 
 class TrainingCheckpoints:
@@ -45,9 +45,15 @@ class TrainingCheckpoints:
         """Take up a checkpoint, and return the batches that are left.
 
         Args:
-            step: Which one; None for the newest, if there is one.
+            step: Which one; None for the newest, if there is one. A job that torchrun starts again goes back once.
         """
-        if self._checkpointer.restore(step):
+        went_back = f"going back to step {step}"
+        if step is not None and is_done(went_back):
+            step = None  # Before a restart; what was trained since then is to stay.
+        restored = self._checkpointer.restore(step)
+        if step is not None:
+            note_done(went_back)
+        if restored:
             say(f"going on after step {self._pipeline.num_steps}, from the checkpoint in {self._folder}")
         stream: Iterable[Any] = self._batches
         return iter(stream) if self._batches.is_stateful else self._checkpointer.remaining(stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -36,6 +35,14 @@ if TYPE_CHECKING:
     default=300.0,
     show_default=True,
     help="Seconds that one task, or a rank between two steps, may take while others wait.",
+)
+@click.option(
+    "--stall-timeout",
+    "stall_timeout_s",
+    type=click.FloatRange(min=1),
+    default=7.0,
+    show_default=True,
+    help="Seconds that one task may take if it never took a tenth of that before, or a rank let no other thread run.",
 )
 @click.option("--save", type=click.Path(path_type=Path), help="Write the trained model as safetensors.")
 @click.option("--init", type=click.Path(path_type=Path), help="Begin with the model of a safetensors file.")
@@ -75,6 +82,7 @@ def command(
     trace: Path | None,
     report: Path | None,
     timeout_s: float,
+    stall_timeout_s: float,
     save: Path | None,
     init: Path | None,
     folder: Path | None,
@@ -118,7 +126,8 @@ def command(
         given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
         arguments = [
             *("train", str(strategy_file), "--model", reference),
-            *("--steps", str(steps), "--log-every", str(log_every), "--timeout", str(timeout_s)),
+            *("--steps", str(steps), "--log-every", str(log_every)),
+            *("--timeout", str(timeout_s), "--stall-timeout", str(stall_timeout_s)),
             *given,
         ]
         if elastic:
@@ -138,9 +147,9 @@ def command(
     from graphpipe.runtime.process_group import world_size
 
     if elastic:
-        strategy = strategy_for_this_job(strategy, lambda count: _planned_again(strategy, count))
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        resume_from = None  # The first run went back; the next ones go on.
+        strategy = strategy_for_this_job(
+            strategy, lambda count: _planned_again(strategy, count), datetime.timedelta(seconds=timeout_s)
+        )
     strategy.check_world_size(world_size())
     job = load_job(reference)
     if init is not None:
@@ -157,6 +166,7 @@ def command(
             compilation=job.compilation,
             example_batch=job.example_batch,
             timeout=datetime.timedelta(seconds=timeout_s),
+            stall_timeout=datetime.timedelta(seconds=stall_timeout_s),
             init=job.init,
             split_points=job.split_points,
             keep_whole=job.keep_whole,

@@ -7,14 +7,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from graphpipe.errors import CheckpointError, GraphPipeError
+from graphpipe.errors import CheckpointError
+from graphpipe.runtime.agreement import Agreement
 from graphpipe.runtime.checkpoint_folder import CheckpointFolder, FileFacts
 from graphpipe.runtime.checkpoint_state import (
     RankState,
@@ -24,6 +25,7 @@ from graphpipe.runtime.checkpoint_state import (
     fit_schedule,
     layout_of,
     model_tensors,
+    parameters_by_group,
     prepare_optimizer,
     random_state,
     save_optimizer,
@@ -33,6 +35,7 @@ from graphpipe.runtime.checkpoint_state import (
 from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.plain_data import decode, encode
 from graphpipe.runtime.process_group import rank, world_size
+from graphpipe.runtime.watchdog import joint_operation
 
 # Writing the state of a large model takes minutes, and the fastest rank waits for the slowest.
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -40,7 +43,6 @@ _log = logging.getLogger("graphpipe.checkpoint")
 # What reading a manifest that another program wrote may raise.
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 _T = TypeVar("_T")
-_END = object()
 _SCHEDULE = "pipeline.lr_scheduler"
 
 
@@ -105,16 +107,18 @@ class Checkpointer:
         self._saving = saving
         self._states = dict(states or {})
         own = set(pipeline.tensors)
-        self._group = dist.new_group(list(range(world_size())), timeout=_TIMEOUT, backend="gloo")
         self._writing: _Background | None = None
         self._saved_step: int | None = None
-        self._batches_done: int | None = None
+        self._batches_drawn: int | None = None
+        self._batches_before = 0
         self._random_before: dict[str, Any] | None = None
-        self._batches_to_skip = 0
-        held = set().union(*self._gather(own))
-        self._unheld = sorted(set(model_tensors(pipeline.model)) - held)
-        # A job may save where there was nothing, or what follows a checkpoint that it took up.
-        self._older_step = self._on_first_rank(self._open)
+        self._is_half_restored = False
+        with joint_operation("the opening of the checkpoints", _TIMEOUT):
+            self._ranks = Agreement(_TIMEOUT)
+            held = set().union(*self._ranks.gather(own))
+            self._unheld = sorted(set(model_tensors(pipeline.model)) - held)
+            # A job may save where there was nothing, or what follows a checkpoint that it took up.
+            self._older_step = self._ranks.on_first_rank(self._open)
 
     def _open(self) -> int | None:
         """Lock the folder, tidy it, and return the step of its newest checkpoint."""
@@ -146,26 +150,39 @@ class Checkpointer:
         Raises:
             CheckpointError: It cannot be written, for want of space for example, or the folder has checkpoints that
                 this job did not restore. Those before it are left as they are, and training may go on. An
-                asynchronous one that failed is reported by the next call.
+                asynchronous one that failed is reported by the next call, once that has saved another.
         """
-        self.wait()
+        try:
+            self.wait()
+        except CheckpointError:
+            self._save()
+            raise
+        self._save()
+
+    def _save(self) -> None:
         if self._pipeline.has_accumulated:
             raise CheckpointError("gradients that were accumulated are not saved; save after the update, not before it")
         step = self._pipeline.num_steps
         if step == self._saved_step:
             return
+        if self._is_half_restored:
+            raise CheckpointError(
+                f"a checkpoint could be taken up in part only, so what the job has at step {step} is neither that one "
+                "nor its own; restore another one before the next step"
+            )
         if self._older_step is not None:
             raise CheckpointError(
                 f"{str(self._folder.path)!r} has a checkpoint of step {self._older_step}, which this job, at step "
                 f"{step}, did not go on from; restore it before the first step, or name another folder"
             )
-        state = self._agree(self._state)
-        self._on_first_rank(lambda: self._folder.begin(step))
-        if self._saving is Saving.ASYNCHRONOUS:
-            copied = state.snapshot()
-            self._writing = _Background(lambda: self._write(step, copied))
-        else:
-            self._write(step, state)
+        with joint_operation("the saving of a checkpoint", _TIMEOUT):
+            state = self._ranks.everywhere(self._state)
+            self._ranks.on_first_rank(lambda: self._folder.begin(step))
+            if self._saving is Saving.ASYNCHRONOUS:
+                copied = state.snapshot()
+                self._writing = _Background(lambda: self._write(step, copied))
+            else:
+                self._write(step, state)
         self._saved_step = step
 
     def wait(self) -> None:
@@ -177,7 +194,8 @@ class Checkpointer:
         writing, self._writing = self._writing, None
         if writing is not None:
             try:
-                writing.join()
+                with joint_operation("the end of the saving of a checkpoint", _TIMEOUT):
+                    writing.join()
             except CheckpointError:
                 self._saved_step = None
                 raise
@@ -186,12 +204,17 @@ class Checkpointer:
         """Wait for a checkpoint that is being written, and let other jobs use the folder.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: It could not be written, or `remaining` was given fewer batches than are done.
         """
         try:
             self.wait()
         finally:
             self._folder.unlock()
+        if self._batches_drawn is not None and self._batches_drawn < self._batches_before:
+            raise CheckpointError(
+                f"the checkpoint was saved after {self._batches_before} batches, and `remaining` was given "
+                f"{self._batches_drawn}: nothing was trained; pass all batches of the job, of every epoch"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -200,8 +223,12 @@ class Checkpointer:
         if kind is None:
             self.close()
         else:
-            # Other ranks may not come here: nothing that waits for them.
-            self._folder.unlock()
+            # Other ranks may not come here: nothing that waits for them. Nobody else may write while this job does.
+            writing, self._writing = self._writing, None
+            if writing is None:
+                self._folder.unlock()
+            else:
+                writing.at_end(self._folder.unlock)
 
     def _state(self) -> RankState:
         """Return this rank's part of a checkpoint."""
@@ -210,7 +237,7 @@ class Checkpointer:
         if rank() == 0:
             unheld = model_tensors(pipeline.model)
             tensors |= {f"model.{name}": unheld[name] for name in self._unheld}
-        names = {id(parameter): name for name, parameter in pipeline.parameters.items()}
+        names = self._names()
         optimizer = pipeline.optimizer
         record: dict[str, Any] = {
             "optimizer": save_optimizer(optimizer, names, tensors) if optimizer is not None else None,
@@ -221,6 +248,10 @@ class Checkpointer:
             },
         }
         return RankState(tensors, record)
+
+    def _names(self) -> dict[int, str]:
+        """Return the original name of each parameter of this rank by its identity."""
+        return {id(parameter): name for name, parameter in self._pipeline.parameters.items()}
 
     def _all_states(self) -> dict[str, Stateful]:
         own = {_SCHEDULE: self._pipeline.lr_scheduler, "pipeline.loss_scaler": self._pipeline.loss_scaler}
@@ -235,9 +266,8 @@ class Checkpointer:
         try:
             try:
                 writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
-                save(
-                    {n: storable(t) for n, t in state.tensors.items()}, storage_writer=writer, process_group=self._group
-                )
+                tensors = {name: storable(tensor) for name, tensor in state.tensors.items()}
+                save(tensors, storage_writer=writer, process_group=self._ranks.group)
             except CheckpointException as error:
                 raise CheckpointError(_first_failure(error)) from error
             self._finish(step, state, draft)
@@ -255,21 +285,17 @@ class Checkpointer:
             mine = sorted(draft.iterdir())[rank() :: world_size()]
             return {path.name: FileFacts.of(path) for path in mine}
 
-        found = self._gather((self._agree(checksums), layout_of(state.tensors), state.record))
+        found = self._ranks.gather((self._ranks.everywhere(checksums), layout_of(state.tensors), state.record))
         files = {name: facts for part, _, _ in found for name, facts in part.items()}
         content = {
-            "batches": step if self._batches_done is None else self._batches_done,
+            "batches": step if self._batches_drawn is None else self._batches_drawn,
             "model": self._pipeline.model_fingerprint,
             "torch": torch.__version__,
             "tensors": {name: layout for _, part, _ in found for name, layout in part.items()},
             "ranks": [record for _, _, record in found],
         }
 
-        def finish() -> None:
-            self._folder.finish(step, content, files)
-            self._folder.keep_last(self._keep)
-
-        self._on_first_rank(finish)
+        self._ranks.on_first_rank(lambda: self._folder.finish(step, content, files, keep=self._keep))
 
     # ---- restoring
 
@@ -286,27 +312,38 @@ class Checkpointer:
             CheckpointError: The checkpoint is damaged, of another model, or there is none of this step.
         """
         self.wait()
-        found = self._on_first_rank(lambda: self._find(step))
-        if found is None:
-            return 0
-        chosen, manifest = found
-        files = self._agree(lambda: self._folder.files_of(chosen, manifest))
-        self._agree(lambda: self._folder.check_files(chosen, files, sorted(files)[rank() :: world_size()]))
-        try:
-            self._agree(lambda: self._check_model(chosen, manifest))
-            targets = self._agree(lambda: self._targets(manifest))
-            self._read(chosen, targets)
-            self._agree(lambda: self._take_up(chosen, manifest["ranks"], targets))
-        except _MALFORMED as error:
-            raise self._folder.damaged(
-                chosen, f"its manifest is malformed ({type(error).__name__}: {error})"
-            ) from error
-        self._pipeline.num_steps = self._saved_step = chosen
-        self._older_step = None
-        self._batches_to_skip = int(manifest["batches"])
-        if step is not None:
-            self._on_first_rank(lambda: self._set_aside(step))
+        with joint_operation("the taking up of a checkpoint", _TIMEOUT):
+            found = self._ranks.on_first_rank(lambda: self._find(step))
+            if found is None:
+                return 0
+            chosen, manifest = found
+            files = self._ranks.everywhere(lambda: self._folder.files_of(chosen, manifest))
+            mine = sorted(files)[rank() :: world_size()]
+            self._ranks.everywhere(lambda: self._folder.check_files(chosen, files, mine))
+            self._restore(chosen, manifest)
+            if step is not None:
+                self._ranks.on_first_rank(lambda: self._set_aside(step))
         return chosen
+
+    def _restore(self, step: int, manifest: Mapping[str, Any]) -> None:
+        def attempt(work: Callable[[], _T]) -> _T:
+            try:
+                return work()
+            except _MALFORMED as error:
+                raise self._folder.damaged(
+                    step, f"its manifest is malformed ({type(error).__name__}: {error})"
+                ) from error
+
+        batches = self._ranks.everywhere(lambda: attempt(lambda: self._check_model(step, manifest)))
+        # From here on there is no way back to what was before.
+        self._is_half_restored = True
+        targets = self._ranks.everywhere(lambda: attempt(lambda: self._targets(manifest)))
+        self._read(step, targets)
+        self._ranks.everywhere(lambda: attempt(lambda: self._take_up(step, manifest["ranks"], targets)))
+        self._is_half_restored = False
+        self._pipeline.num_steps = self._saved_step = step
+        self._older_step = None
+        self._batches_before, self._batches_drawn = batches, None
 
     def _find(self, step: int | None) -> tuple[int, dict[str, Any]] | None:
         steps = self._folder.steps()
@@ -322,7 +359,8 @@ class Checkpointer:
         for path in self._folder.set_aside_after(step):
             _log.warning("going back to step %d; the later checkpoint is kept as %s", step, path)
 
-    def _check_model(self, step: int, manifest: Mapping[str, Any]) -> None:
+    def _check_model(self, step: int, manifest: Mapping[str, Any]) -> int:
+        """Check that a checkpoint is of this model, and return how many batches it comes after."""
         found = {n: layout for n, layout in manifest["tensors"].items() if n.startswith("model.")}
         model = model_tensors(self._pipeline.model)
         expected = layout_of({f"model.{name}": tensor for name, tensor in model.items()})
@@ -334,6 +372,7 @@ class Checkpointer:
                 "shapes, but the operations between them differ; build the model that was saved, or begin with its "
                 "exported parameters"
             )
+        return int(manifest["batches"])
 
     def _targets(self, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of this rank that the files of a checkpoint fill, by their names there."""
@@ -344,8 +383,7 @@ class Checkpointer:
         targets |= {name: empty_tensor(entry) for name, entry in layout.items() if name.startswith("rank.")}
         records = [record["optimizer"] for record in manifest["ranks"] if record["optimizer"] is not None]
         if pipeline.optimizer is not None and records:
-            names = {id(parameter): name for name, parameter in pipeline.parameters.items()}
-            targets |= prepare_optimizer(pipeline.optimizer, names, records, layout)
+            targets |= prepare_optimizer(pipeline.optimizer, self._names(), records, layout)
         return targets
 
     def _read(self, step: int, targets: Mapping[str, Tensor]) -> None:
@@ -357,7 +395,7 @@ class Checkpointer:
         buffers = {name: storable(tensor) for name, tensor in targets.items()}
         reader = HuggingFaceStorageReader(str(self._folder.of_step(step)))
         try:
-            load(buffers, storage_reader=reader, process_group=self._group)
+            load(buffers, storage_reader=reader, process_group=self._ranks.group)
         except CheckpointException as error:
             raise self._folder.damaged(step, _first_failure(error)) from error
         for name, tensor in targets.items():
@@ -369,65 +407,44 @@ class Checkpointer:
         """Give this rank's other objects their states, from its own record if there is one."""
         mine = records[rank() % len(records)]
         for name, state in self._all_states().items():
-            saved = next((r["states"][name] for r in (mine, *records) if name in r["states"]), None)
-            if saved is None:
+            saved = [record for record in (mine, *records) if name in record["states"]]
+            if not saved:
                 raise CheckpointError(
                     f"the checkpoint of step {step} has no state of {name!r}; the job that saved it had none"
                 )
-            found = decode(saved, tensors)
-            state.load_state_dict(fit_schedule(found, self._pipeline.optimizer) if name == _SCHEDULE else found)
+            found = [decode(record["states"][name], tensors) for record in saved]
+            if name == _SCHEDULE:
+                groups = [[group["parameters"] for group in record["optimizer"]["groups"]] for record in saved]
+                own = parameters_by_group(self._pipeline.optimizer, self._names())
+                state.load_state_dict(fit_schedule(state.state_dict(), own, found, groups))
+            else:
+                state.load_state_dict(found[0])
         self._random_before = random_state()
         set_random_state(decode(mine["random"], tensors))
 
     def remaining(self, batches: Iterable[_T]) -> Iterator[_T]:
         """Yield the batches that have not been trained on, of the same sequence as in the job that was interrupted.
 
-        Those before are drawn and dropped, with the random state in which they were drawn then.
+        Those before are drawn and dropped, with the random state in which they were drawn then. A job of several epochs
+        may call this once an epoch: those that are done yield nothing.
 
         Args:
-            batches: All batches of the job, from the first on.
+            batches: All batches of the job, from the first on, or those of its next epoch.
         """
-        if self._batches_to_skip and self._random_before is not None:
+        drawn = self._batches_drawn = self._batches_drawn or 0
+        if drawn < self._batches_before and self._random_before is not None:
             now = random_state()
             set_random_state(self._random_before)
             stream = iter(batches)
-            for done in range(self._batches_to_skip):
-                if next(stream, _END) is _END:
-                    raise CheckpointError(
-                        f"the checkpoint was saved after {self._batches_to_skip} batches, and there are {done}; "
-                        "pass all batches of the job"
-                    )
+            for _ in islice(stream, self._batches_before - drawn):
+                self._batches_drawn += 1
+            self._random_before = random_state()  # Where the epoch ends before the batches do, the next one goes on.
             set_random_state(now)
         else:
             stream = iter(batches)
-        self._batches_done = self._batches_to_skip
         for batch in stream:
-            self._batches_done += 1
+            self._batches_drawn += 1
             yield batch
-
-    # ---- agreement
-
-    def _gather(self, value: _T) -> list[_T]:
-        """Return what every rank gives."""
-        values: list[Any] = [None] * world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def _agree(self, work: Callable[[], _T]) -> _T:
-        """Do something on every rank, and fail on all of them where it fails on one."""
-        result, error = _attempt(work)
-        failures = self._gather(None if error is None else _message(error))
-        _check(error, next((f for f in failures if f is not None), None))
-        return result  # type: ignore[return-value]
-
-    def _on_first_rank(self, work: Callable[[], _T]) -> _T:
-        """Do something on rank 0, and return or raise the outcome on every rank."""
-        result, error = _attempt(work) if rank() == 0 else (None, None)
-        outcome: list[Any] = [result, None if error is None else _message(error)]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        _check(error, outcome[1])
-        found: _T = outcome[0]
-        return found
 
 
 class _Background:
@@ -435,40 +452,36 @@ class _Background:
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._is_done = False
+        self._then: Callable[[], None] | None = None
 
         def run() -> None:
             try:
                 work()
             except BaseException as error:
                 self._error = error
+            with self._lock:
+                self._is_done = True
+                if self._then is not None:
+                    self._then()
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def at_end(self, work: Callable[[], None]) -> None:
+        """Do something once this has ended, or now if it has."""
+        with self._lock:
+            if self._is_done:
+                work()
+            else:
+                self._then = work
 
     def join(self) -> None:
         """Wait for the end, and raise what the work raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-
-
-def _attempt(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error
-
-
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, GraphPipeError) else f"rank {rank()}: {type(error).__name__}: {error}"
-
-
-def _check(error: Exception | None, failure: str | None) -> None:
-    """Raise this rank's own error, or what happened on another rank."""
-    if error is not None and not isinstance(error, OSError):
-        raise error
-    if failure is not None:
-        raise CheckpointError(failure) from error
 
 
 def _first_failure(error: Any) -> str:

@@ -20,6 +20,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -45,6 +46,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 # A job that is started again may meet the last breath of the one before.
 _LOCK_PATIENCE_S = 3.0
 _held: set[Path] = set()
+_log = logging.getLogger("graphpipe.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()  # The job may go to another folder.
         self._lock_fd: int | None = None
 
     # ---- one job at a time
@@ -86,8 +88,7 @@ class CheckpointFolder:
             CheckpointError: Another job has it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        resolved = self.path.resolve()
-        if resolved in _held:
+        if self.path.resolve() in _held:
             raise CheckpointError(f"this process has {str(self.path)!r} open already; close that `Checkpointer` first")
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         give_up_s = time.monotonic() + _LOCK_PATIENCE_S
@@ -108,14 +109,15 @@ class CheckpointFolder:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         self._lock_fd = fd
-        _held.add(resolved)
+        self._held = self.path.resolve()
+        _held.add(self._held)
 
     def unlock(self) -> None:
         """Let other jobs in."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
-            _held.discard(self.path.resolve())
+            _held.discard(self._held)
 
     # ---- what there is
 
@@ -160,13 +162,17 @@ class CheckpointFolder:
         draft.mkdir()
         return draft
 
-    def finish(self, step: int, content: Mapping[str, Any], files: Mapping[str, FileFacts]) -> Path:
-        """Make a draft whose files are on disk a checkpoint, let `latest` name it, and return its folder.
+    def finish(self, step: int, content: Mapping[str, Any], files: Mapping[str, FileFacts], keep: int) -> None:
+        """Make a draft whose files are on disk a checkpoint, let `latest` name it, and remove old ones.
 
         Args:
             step: Which one.
             content: JSON data for the manifest.
             files: Every file of the draft.
+            keep: How many of the newest checkpoints stay.
+
+        Raises:
+            OSError: It is not saved. Once it is, what fails is only told.
         """
         draft, final = self.draft_of_step(step), self.of_step(step)
         whole = {
@@ -181,9 +187,12 @@ class CheckpointFolder:
         _write_to_disk(draft / MANIFEST, f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n")
         _sync_folder(draft)
         draft.rename(final)
-        _sync_folder(self.path)
-        self.point_to_latest()
-        return final
+        # Old ones are removed last, and before a second try where there was no space for `latest`.
+        for work in (self.point_to_latest, lambda: self.keep_last(keep), self.point_to_latest):
+            try:
+                work()
+            except OSError as error:
+                _log.warning("step %d is saved, but %s could not be tidied: %s", step, self.path, error)
 
     def abandon(self, step: int) -> None:
         """Remove a draft that cannot be finished."""
@@ -195,10 +204,17 @@ class CheckpointFolder:
         if not steps:
             (self.path / _LATEST).unlink(missing_ok=True)
             return
-        draft = self.path / f"{_LATEST}{_DRAFT}"
-        _write_to_disk(draft, f"{self.of_step(steps[-1]).name}\n")
-        draft.replace(self.path / _LATEST)
+        draft, name = self.path / f"{_LATEST}{_DRAFT}", f"{self.of_step(steps[-1]).name}\n"
+        if not self._latest_is(name):
+            _write_to_disk(draft, name)
+            draft.replace(self.path / _LATEST)
         _sync_folder(self.path)
+
+    def _latest_is(self, name: str) -> bool:
+        try:
+            return (self.path / _LATEST).read_text(encoding="utf-8") == name
+        except (OSError, UnicodeDecodeError):
+            return False
 
     def keep_last(self, count: int) -> None:
         """Remove all but the newest checkpoints."""
@@ -236,7 +252,7 @@ class CheckpointFolder:
             text, _, rest = path.read_text(encoding="utf-8").partition("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise self.damaged(step, f"{MANIFEST} cannot be read: {error}") from error
-        if hashlib.sha256(text.encode()).hexdigest() != rest.strip():
+        if hashlib.sha256(text.encode()).hexdigest() != rest.removesuffix("\n") or not rest.endswith("\n"):
             raise self.damaged(step, f"{MANIFEST} does not have the checksum that it was written with")
         try:
             found = json.loads(text)

@@ -78,9 +78,9 @@ def save_optimizer(
     groups = [
         {
             "options": encode({k: v for k, v in group.items() if k not in _NOT_OPTIONS}, aside, "options"),
-            "parameters": [names[id(p)] for p in group["params"]],
+            "parameters": parameters,
         }
-        for group in optimizer.param_groups
+        for group, parameters in zip(optimizer.param_groups, parameters_by_group(optimizer, names), strict=True)
     ]
     values: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -129,10 +129,8 @@ def prepare_optimizer(
         key, _, name = rest.partition(".")
         if kind == "optim":
             states.setdefault(name, {})[key] = full_name
-    targets: dict[str, Tensor] = {}
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        mine = [names[id(p)] for p in group["params"]]
+    own = parameters_by_group(optimizer, names)
+    for mine in own:
         for name in mine:
             if name not in options:
                 raise CheckpointError(
@@ -143,6 +141,9 @@ def prepare_optimizer(
                     f"{mine[0]!r} and {name!r} are in one parameter group here, and had different options in the "
                     "checkpoint; make the same parameter groups"
                 )
+    targets: dict[str, Tensor] = {}
+    optimizer.state.clear()
+    for group, mine in zip(optimizer.param_groups, own, strict=True):
         group.update(decode(options[mine[0]], {}) if mine else {})
         for parameter, name in zip(group["params"], mine, strict=True):
             state: dict[str, Any] = {key: decode(value, {}) for key, value in values.get(name, {}).items()}
@@ -161,22 +162,54 @@ def empty_tensor(layout: Sequence[Any], device: torch.device | None = None) -> T
     return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
-def options_of(optimizer: torch.optim.Optimizer | None, key: str) -> list[Any]:
-    """Return an option of each parameter group."""
-    return [group[key] for group in optimizer.param_groups if key in group] if optimizer is not None else []
+def parameters_by_group(optimizer: torch.optim.Optimizer | None, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the original names of the parameters of each group of an optimizer."""
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] if optimizer else []
 
 
-def fit_schedule(state: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the state of a learning-rate schedule with the learning rates of this rank's parameter groups.
+def fit_schedule(
+    new: Any, own: Sequence[Sequence[str]], saved: Sequence[Any], groups: Sequence[Sequence[Sequence[str]]]
+) -> Any:
+    """Return the state of a learning-rate schedule for a rank whose parameter groups may be others than those saved.
 
-    A schedule keeps them as lists by group, and the groups of another rank may be others. The optimizer has them too.
+    A schedule keeps lists with an entry for each group of its rank's optimizer, such as learning rates. A group takes
+    its entry from a group that had its first parameter.
+
+    Args:
+        new: The state of this rank's schedule, which has just been made.
+        own: The parameters of each group of this rank's optimizer.
+        saved: The state of the schedule of every rank that had one, this rank's own first.
+        groups: The parameters of each group of theirs.
     """
-    own = {"base_lrs": options_of(optimizer, "initial_lr"), "_last_lr": options_of(optimizer, "lr")}
-    if isinstance(state, dict):
-        return {k: own[k] if own.get(k) else fit_schedule(v, optimizer) for k, v in state.items()}
-    if isinstance(state, list):
-        return [fit_schedule(item, optimizer) for item in state]
-    return state
+    homes = [
+        next((r, g) for r, theirs in enumerate(groups) for g, there in enumerate(theirs) if names[0] in there)
+        for names in own
+    ]
+
+    def fitted(new: Any, values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, dict) and all(isinstance(value, dict) for value in (new, *values)):
+            return {
+                key: fitted(new[key], [v[key] for v in values])
+                if key in new and all(key in v for v in values)
+                else first[key]
+                for key in first
+            }
+        if not isinstance(first, list) or all(value == first for value in (new, *values)):
+            return first
+        counts = zip((new, *values), (own, *groups), strict=True)
+        if all(isinstance(value, list) and len(value) == len(of) for value, of in counts) and not _holds_schedules(new):
+            return [values[r][g] for r, g in homes]
+        if all(isinstance(value, list) and len(value) == len(first) for value in (new, *values)):
+            return [fitted(*item) for item in zip(new, zip(*values, strict=True), strict=True)]
+        return first
+
+    return fitted(new, saved)
+
+
+def _holds_schedules(states: Sequence[Any]) -> bool:
+    """Return whether a list is that of the schedules that another one is made of, each with its own lists."""
+    return any(isinstance(state, dict) and "base_lrs" in state for state in states)
 
 
 # ---- random generators

@@ -43,7 +43,7 @@ from graphpipe.runtime.update import (
     counted_parameters,
     make_optimizer,
 )
-from graphpipe.runtime.watchdog import job_watchdog
+from graphpipe.runtime.watchdog import DEFAULT_STALL_TIMEOUT, job_watchdog
 from graphpipe.schedule import ModelCosts, kfkb
 from graphpipe.stage import StageGraph
 from graphpipe.strategy import Strategy
@@ -121,6 +121,8 @@ class Pipeline:
         example_batch: A batch to capture the model with, under the autocast that is in force.
         timeout: How long one task, or what runs between two steps, may take while other ranks wait for it; past that
             the job ends and says where. Processes that are gone or stopped are noticed within seconds.
+        stall_timeout: How long, in a step, a rank may run no other thread, or a task may take that has been run before
+            and never took a tenth of it. Past that the job ends, however long `timeout` is.
         transport: How messages travel; by default NCCL where the model's parameters are on a GPU, else gloo.
         optimizer_states: Whether every replica keeps the optimizer's state of its parameters, or they share it. If they
             share it, each one's optimizer gets a part of the parameters.
@@ -154,6 +156,7 @@ class Pipeline:
         seed: int = 0,
         example_batch: Any = None,
         timeout: datetime.timedelta = DEFAULT_TIMEOUT,
+        stall_timeout: datetime.timedelta = DEFAULT_STALL_TIMEOUT,
         transport: TransportKind | None = None,
         optimizer_states: OptimizerStates = OptimizerStates.COPIED,
         init: Init | None = None,
@@ -179,7 +182,7 @@ class Pipeline:
         self._sharing: ParameterSharing | None = None
         # Past this torch itself gives up, without knowing the cause; the watchdog is to be first.
         self._transport_timeout = timeout + datetime.timedelta(seconds=30)
-        self._watchdog = job_watchdog(timeout)
+        self._watchdog = job_watchdog(timeout, stall_timeout)
         self._init = init
         self._split_points = tuple(split_points)
         self._keep_whole = tuple(keep_whole)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from graphpipe.errors import CheckpointError
 
+_NUMBER_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -75,6 +77,8 @@ def _encode_array(array: Any, tensors: dict[str, Tensor], name: str) -> Any:
     """Encode an array or a number of numpy."""
     if getattr(array, "shape", None) == ():
         return encode(array.item(), tensors, name)
+    if not _NUMBER_DTYPE.fullmatch(str(array.dtype)):
+        raise CheckpointError(f"{name} is an array of {array.dtype}, and only those of numbers can be saved")
     return {"$array": [str(array.dtype), encode(array.tolist(), tensors, name)]}
 
 
@@ -115,4 +119,7 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
 def _decode_array(dtype: str, items: list[Any]) -> Any:
     import numpy as np
 
+    # A name such as S99999999999 would have numpy ask for that much memory.
+    if not _NUMBER_DTYPE.fullmatch(dtype):
+        raise CheckpointError(f"the checkpoint holds an array of type {dtype[:40]!r}, which is not one of numbers")
     return np.array(items, dtype=np.dtype(dtype))

@@ -18,6 +18,8 @@ from graphpipe.errors import GraphPipeError, StrategyError
 from graphpipe.strategy import Strategy
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=5)
+# What outlives the processes where torchrun starts them again; none without torchrun.
+_launchers_store: Store | None = None
 
 
 def world_size() -> int:
@@ -60,6 +62,10 @@ def connect(timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1, timeout=timeout)
         return
     store, mine, size = next(rendezvous("env://", timeout=timeout))
+    global _launchers_store  # noqa: PLW0603
+    _launchers_store = store
+    while isinstance(_launchers_store, PrefixStore):  # torch gives every start a part of its own.
+        _launchers_store = _launchers_store.underlying_store
     store = _unused_part(store, mine, size, timeout) if size > 1 else store
     dist.init_process_group("gloo", store=store, rank=mine, world_size=size, timeout=timeout)
 
@@ -95,6 +101,22 @@ def _unused_part(store: Store, mine: int, size: int, timeout: datetime.timedelta
                     return PrefixStore(name, store)
         time.sleep(0.02)
     raise GraphPipeError(f"rank {mine} has waited {timeout.total_seconds():g} s for the {size - 1} others to come")
+
+
+def is_done(what: str) -> bool:
+    """Return whether `note_done` was called for this, by these processes or by those that torchrun started before them.
+
+    All ranks must call this.
+    """
+    answer = [_launchers_store is not None and rank() == 0 and _launchers_store.check([f"graphpipe/done/{what}"])]
+    dist.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
+
+
+def note_done(what: str) -> None:
+    """Take note of something for this job and its restarts."""
+    if _launchers_store is not None and rank() == 0:
+        _launchers_store.set(f"graphpipe/done/{what}", "1")
 
 
 def check_agreement(what: str, digest: str, way_out: str) -> None:

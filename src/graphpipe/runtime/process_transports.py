@@ -275,9 +275,9 @@ class _Begun:
         """Return once it is over.
 
         Raises:
-            GraphPipeError: It failed, or one before it, or the time is up.
+            ConnectionError: It failed, or one before it, or the time is up.
         """
         if not self.over.wait(self._timeout_s):
-            raise GraphPipeError(f"nothing arrived for {self._timeout_s:g} s")
+            raise ConnectionError(f"nothing arrived for {self._timeout_s:g} s")
         if self.failure is not None:
-            raise GraphPipeError(f"a transfer failed: {self.failure}") from self.failure
+            raise ConnectionError(f"a transfer failed: {self.failure}") from self.failure

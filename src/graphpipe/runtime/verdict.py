@@ -32,10 +32,12 @@ class Place:
     Attributes:
         kind: What it does there.
         text: The task, message or reduction, for people.
+        limit_s: How long it may take where that is not `Limits.progress_s`, in seconds: files are slower than tasks.
     """
 
     kind: PlaceKind
     text: str
+    limit_s: float | None = None
 
 
 OUTSIDE = Place(PlaceKind.OUTSIDE, "the code between two steps")
@@ -51,9 +53,11 @@ class RankState:
         operation: How many joint operations (steps, gathers, checks) it has begun. Ranks begin them in the same order.
         step: The step that it is in, or was in last, counted from 1.
         idle_s: Seconds since it came to its place.
+        usual_s: The longest that it was ever at its place before; None for a place that it has not been through often.
         silent_s: Seconds since its heartbeat: with a beat, its interpreter works.
         is_stopped: The operating system has stopped the process (SIGSTOP).
         unheard_s: Seconds since its watchdog was heard.
+        has_come: Whether its watchdog has ever been heard.
     """
 
     rank: int
@@ -61,9 +65,11 @@ class RankState:
     operation: int = 0
     step: int = 0
     idle_s: float = 0.0
+    usual_s: float | None = None
     silent_s: float = 0.0
     is_stopped: bool = False
     unheard_s: float = 0.0
+    has_come: bool = True
 
 
 class SignKind(StrEnum):
@@ -109,17 +115,30 @@ class Limits:
 
     Attributes:
         progress_s: One task, or the user's code between two steps while others wait.
+        stall_s: In a step, an interpreter that runs no other thread, or a task that takes `stall_factor` times as long
+            as it ever has.
+        stall_factor: See `stall_s`.
         stopped_s: For how long a process may be stopped.
-        silent_s: For how long an interpreter may not run any other thread while it is in a step.
         unheard_s: For how long a watchdog may not be heard.
+        come_s: For how long a watchdog may not be heard for the first time.
         echo_s: After a lost connection, for how long a cause is looked for.
     """
 
     progress_s: float
+    stall_s: float = 7.0
+    stall_factor: float = 10.0
     stopped_s: float = 2.0
-    silent_s: float = 5.0
     unheard_s: float = 6.0
+    come_s: float = 30.0
     echo_s: float = 1.0
+
+    def of(self, state: RankState) -> float:
+        """Return how long a rank may be where it is, in seconds."""
+        if state.place.limit_s is not None:
+            return state.place.limit_s
+        if state.usual_s is None or state.place.kind is not PlaceKind.WORK:
+            return self.progress_s
+        return min(self.progress_s, max(self.stall_s, self.stall_factor * state.usual_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +188,12 @@ def _unwell(states: Mapping[int, RankState], limits: Limits, *, has_echo: bool) 
     ordered = sorted(states.values(), key=lambda state: (-state.silent_s, -state.idle_s, state.rank))
     matters = [s for s in ordered if s.place.kind is not PlaceKind.OUTSIDE or _is_awaited(s, ordered)]
     for state in ordered:
-        if state.unheard_s >= limits.unheard_s:
+        if not state.has_come and state.unheard_s >= limits.come_s:
+            return state.rank, (
+                f"rank {state.rank} has not joined the others for {state.unheard_s:.0f} s, before the first step; its "
+                "process may be stopped, or the network may keep its watchdog from rank 0"
+            )
+        if state.has_come and state.unheard_s >= limits.unheard_s:
             return state.rank, (
                 f"rank {state.rank} and its watchdog have not answered for {state.unheard_s:.1f} s; it was last at "
                 f"{_where(state)}. Its machine or the network may be down"
@@ -181,26 +205,34 @@ def _unwell(states: Mapping[int, RankState], limits: Limits, *, has_echo: bool) 
             )
     for state in matters:
         is_inside = state.place.kind is not PlaceKind.OUTSIDE
-        if state.silent_s >= (limits.silent_s if is_inside else limits.progress_s):
+        if state.silent_s >= ((state.place.limit_s or limits.stall_s) if is_inside else limits.progress_s):
             return state.rank, (
                 f"rank {state.rank} has not answered for {state.silent_s:.1f} s, at {_where(state)}: its process runs "
-                "and lets no other thread run, as in a loop of a C extension"
+                "and lets no other thread run, as in a loop of a C extension; if one may do so for so long, raise "
+                f"the stall timeout ({limits.stall_s:g} s)"
             )
     # Ranks that wait are not to blame as long as one works.
-    late = [s for s in matters if s.idle_s >= limits.progress_s and s.place.kind is not PlaceKind.WAIT]
+    late = [s for s in matters if s.idle_s >= limits.of(s) and s.place.kind is not PlaceKind.WAIT]
     if late:
         state = max(late, key=lambda s: (s.idle_s, -s.rank))
-        return state.rank, (
-            f"rank {state.rank} has made no progress for {state.idle_s:.1f} s, at {_where(state)}; if it may take so "
-            f"long, raise the timeout ({limits.progress_s:g} s)"
-        )
-    if states and all(s.place.kind is PlaceKind.WAIT and s.idle_s >= limits.progress_s for s in states.values()):
+        return state.rank, _too_long(state, limits)
+    if states and all(s.place.kind is PlaceKind.WAIT and s.idle_s >= limits.of(s) for s in states.values()):
         state = max(states.values(), key=lambda s: (s.idle_s, -s.rank))
         return state.rank, (
-            f"all ranks have waited for each other for {limits.progress_s:g} s and more: rank {state.rank} at "
+            f"all ranks have waited for each other for {limits.of(state):g} s and more: rank {state.rank} at "
             f"{_where(state)}"
         )
     return None
+
+
+def _too_long(state: RankState, limits: Limits) -> str:
+    text = f"rank {state.rank} has made no progress for {state.idle_s:.1f} s, at {_where(state)}"
+    if state.usual_s is not None and limits.of(state) < limits.progress_s:
+        return (
+            f"{text}, where it was never for more than {state.usual_s:.1f} s before; if it may take so long, raise the "
+            f"stall timeout ({limits.stall_s:g} s)"
+        )
+    return f"{text}; if it may take so long, raise the timeout ({limits.of(state):g} s)"
 
 
 def _is_awaited(state: RankState, others: Collection[RankState]) -> bool:

@@ -19,8 +19,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,10 @@ from graphpipe.runtime.failure_report import expect_no_verdict, expect_verdict, 
 from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, RankState, Sign, SignKind, Verdict, judge
 
 TICK_S = 0.25
+# This process did not run for so long: the machine slept, or all of the job was stopped.
+_PAUSE_S = 8 * TICK_S
+# What a rank's tasks usually take is known once it has run a program so often.
+_KNOWN_AFTER = 3
 # A table of places is far shorter.
 _MAX_LINE_BYTES = 1 << 26
 # What a rank that raised an exception has for its own clean-up, and how long others wait so that the launcher sees the
@@ -48,6 +52,8 @@ class Cell(IntEnum):
     """The number of the step, from 1."""
     BEAT = 3
     """Counted up by a thread."""
+    RUNS = 4
+    """How often the program has been run to its end before."""
 
 
 class Cells(Protocol):
@@ -108,6 +114,7 @@ class WatchedRank:
         self._cells = memoryview(self._memory).cast("q")
         self._seen = self._beat = -1
         self._progress: tuple[int, ...] = ()
+        self._longest_s: dict[int, float] = {}
         self._moved_s = self._beat_s = self._looked_s = time.monotonic()
         self.process = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
         self._launcher = _parent_of(pid) if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -115,22 +122,27 @@ class WatchedRank:
     def look(self) -> RankState:
         """Return the rank's state."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > 8 * TICK_S:
-            # This process did not run either: the machine slept, or all was stopped. Nothing can be said of the rank.
-            self._moved_s = self._beat_s = now_s
-        self._looked_s = now_s
+        if now_s - self._looked_s > _PAUSE_S:
+            self._moved_s = self._beat_s = now_s  # Nothing can be said of the rank.
         progress = (self._cells[Cell.PLACE], self._cells[Cell.OPERATION])
         if progress != self._progress:
+            for place in self._progress[:1]:
+                # It left between two looks: no sooner than this after it came.
+                self._longest_s[place] = max(self._longest_s.get(place, 0.0), self._looked_s - self._moved_s)
             self._progress, self._moved_s = progress, now_s
+        self._looked_s = now_s
         if self._cells[Cell.BEAT] != self._beat:
             self._beat, self._beat_s = self._cells[Cell.BEAT], now_s
         place, operation = progress
+        is_known = self._cells[Cell.RUNS] >= _KNOWN_AFTER
         return RankState(
             rank=self.rank,
             place=self.places[place] if 0 <= place < len(self.places) else OUTSIDE,
             operation=operation,
             step=self._cells[Cell.STEP],
             idle_s=now_s - self._moved_s,
+            # A place that was never met was left within a tick of coming there; one that was, within one more.
+            usual_s=self._longest_s.get(place, 0.0) + TICK_S if is_known else None,
             silent_s=now_s - self._beat_s,
             is_stopped=now_s - self._beat_s > 2 * TICK_S and _state_of(self.pid) == "T",
         )
@@ -152,6 +164,44 @@ class WatchedRank:
         """End the process: SIGKILL also ends one that is stopped."""
         if self.is_alive:
             _kill(self.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalProcess:
+    """A process, and how to tell it from another one with the same number.
+
+    Attributes:
+        machine: Where it is: the host's name, and what names its boot and its space of process numbers.
+        pid: Its number there.
+        born: When it was started, in the machine's own count; empty where that is unknown.
+    """
+
+    machine: str
+    pid: int
+    born: str
+
+    @classmethod
+    def of(cls, pid: int) -> LocalProcess:
+        """Return the process with a number on this machine."""
+        return cls(_this_machine(), pid, _born(pid))
+
+    def kill(self) -> None:
+        """End the process, if it is one of this machine and still the same."""
+        if self.machine == _this_machine() and self.born == _born(self.pid):
+            _kill(self.pid)
+
+
+def _this_machine() -> str:
+    try:
+        # Containers may have the same name.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _born(pid: int) -> str:
+    return (_stat_of(pid)[19:20] or [""])[0]
 
 
 def _kill(pid: int) -> None:
@@ -191,12 +241,21 @@ class Coordinator:
         self.limits = limits
         self.verdict: Verdict | None = None
         self.peers: dict[int, Lines] = {}
-        self.processes: dict[int, tuple[str, int, int]] = {}
+        self.processes: dict[int, list[LocalProcess]] = {}
         self.gone: set[int] = set()
         self._states: dict[int, tuple[RankState, float]] = {}
         self._signs: list[tuple[Sign, float]] = []
         self._decided_s = 0.0
         self._has_ended = False
+
+    def expect(self, ranks: Iterable[int]) -> None:
+        """Take note that these ranks are to come."""
+        for rank in ranks:
+            self.hear(RankState(rank=rank, has_come=False))
+
+    def excuse(self) -> None:
+        """Count the time anew in which ranks were not heard: this process did not listen."""
+        self._states = {rank: (state, time.monotonic()) for rank, (state, _) in self._states.items()}
 
     def hear(self, state: RankState) -> None:
         """Take the state of a rank."""
@@ -247,9 +306,8 @@ class Coordinator:
                 peer.send(end=True)
         if self._is_overdue():
             for rank in self.peers:
-                host, *pids = self.processes[rank]
-                for pid in pids if host == socket.gethostname() else ():
-                    _kill(pid)
+                for process in self.processes[rank]:
+                    process.kill()
 
     def is_done(self) -> bool:
         """Return whether no other watchdog needs this one."""
@@ -284,9 +342,15 @@ class Watch:
 
     def run(self) -> None:
         """Watch until the rank has ended and nobody needs this process."""
-        tick_s = 0.0
+        tick_s, before_s = 0.0, time.monotonic()
         while True:
-            for key, _ in self._selector.select(TICK_S):
+            events = self._selector.select(TICK_S)
+            if time.monotonic() - before_s > _PAUSE_S:
+                self._heard_s = time.monotonic()
+                if self.coordinator is not None:
+                    self.coordinator.excuse()
+            before_s = time.monotonic()
+            for key, _ in events:
                 key.data(key)
             if not self.rank.check_alive():
                 self._ended()
@@ -351,8 +415,12 @@ class Watch:
 
     def _obey(self, message: dict[str, Any]) -> None:
         match message:
+            case {"limits": limits}:
+                self.limits = Limits(**limits)
+                if self.coordinator is not None:
+                    self.coordinator.limits = self.limits
             case {"places": places}:
-                self.rank.places += [Place(PlaceKind(kind), text) for kind, text in places]
+                self.rank.places += [Place(PlaceKind(kind), *rest) for kind, *rest in places]
             case {"failed": text, "kind": kind}:
                 self._has_failed = kind == SignKind.FAILED
                 self._sign(SignKind(kind), text)
@@ -371,6 +439,7 @@ class Watch:
     def _serve(self, address: str, token: str) -> None:
         assert self.coordinator is not None
         self._token = token
+        self.coordinator.expect(range(1, self.coordinator.world_size))
         server = socket.create_server((address, 0), backlog=self.coordinator.world_size)
         self._selector.register(server, selectors.EVENT_READ, self._on_connection)
         self.control.send(port=server.getsockname()[1])
@@ -386,10 +455,11 @@ class Watch:
         assert self.coordinator is not None
         for message in peer.receive():
             match message:
-                case {"hello": rank, "token": self._token, "processes": [host, pid, watch]}:
+                case {"hello": rank, "token": self._token, "processes": processes}:
                     known.append(rank)
                     self.coordinator.peers[rank] = peer
-                    self.coordinator.processes[rank] = (host, pid, watch)
+                    self.coordinator.processes[rank] = [LocalProcess(**process) for process in processes]
+                    self.coordinator.hear(RankState(rank=rank))
                 case {"state": fields} if known:
                     self.coordinator.hear(_state(fields))
                 case {"sign": fields} if known:
@@ -408,7 +478,7 @@ class Watch:
         except OSError as error:
             self.control.send(error=f"{error.strerror or error}")
             return
-        processes = [socket.gethostname(), self.rank.pid, os.getpid()]
+        processes = [asdict(LocalProcess.of(pid)) for pid in (self.rank.pid, os.getpid())]
         uplink.send(hello=self.rank.rank, token=token, processes=processes)
         self._heard_s = time.monotonic()
         self._selector.register(uplink.socket, selectors.EVENT_READ, self._from_coordinator)
@@ -474,8 +544,8 @@ def _typed(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(fields: dict[str, Any]) -> RankState:
-    place = Place(PlaceKind(fields["place"]["kind"]), fields["place"]["text"])
-    return RankState(**{**fields, "place": place})
+    place = fields["place"]
+    return RankState(**{**fields, "place": Place(**{**place, "kind": PlaceKind(place["kind"])})})
 
 
 def main() -> None:

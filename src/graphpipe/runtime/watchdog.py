@@ -18,8 +18,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -44,6 +45,9 @@ from graphpipe.schedule import Phase, Task
 Broadcast = Callable[[str, int], str]
 """Returns the text of the rank with this number, on every rank."""
 
+DEFAULT_STALL_TIMEOUT = datetime.timedelta(seconds=7)
+# What torch raises where another rank does not answer, and little else.
+_BROKEN_CONNECTION = (RuntimeError, OSError)
 # A rank whose message failed waits this long for its watchdog to end it: another rank is to be named, not this one.
 _ECHO_PATIENCE_S = 15.0
 
@@ -53,17 +57,28 @@ class Watchdog:
 
     Args:
         timeout: How long one task, or the user's code between two steps, may take while other ranks wait.
+        stall_timeout: How long, in a step, the interpreter may run no other thread, or a task may take that was never
+            nearly as long before.
     """
 
-    def __init__(self, timeout: datetime.timedelta) -> None:
+    def __init__(self, timeout: datetime.timedelta, stall_timeout: datetime.timedelta = DEFAULT_STALL_TIMEOUT) -> None:
         self.cells: Cells = [0] * len(Cell)
-        self._limits = Limits(progress_s=timeout.total_seconds())
+        self._limits = _limits(timeout, stall_timeout)
         self._places: list[Place] = [OUTSIDE]
         self._bases: dict[tuple[Program, int], int] = {}
-        self._operations: dict[str, int] = {}
+        self._runs: Counter[int] = Counter()
+        self._base = 0
+        self._operations: dict[tuple[str, float | None], int] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._owner = os.getpid()
+
+    def limit(self, timeout: datetime.timedelta, stall_timeout: datetime.timedelta) -> None:
+        """Let other limits hold from now on. All ranks must call this, with the same ones."""
+        limits = _limits(timeout, stall_timeout)
+        if limits != self._limits:
+            self._limits = limits
+            self._tell(limits=asdict(limits))
 
     def start(self, rank: int, world_size: int, broadcast: Broadcast) -> None:
         """Start the watchdog process and connect it with those of the other ranks. All ranks must call this.
@@ -135,23 +150,26 @@ class Watchdog:
             found = [_place_of(instruction, program) for instruction in program.instructions[device]]
             self._places += found
             self._tell_places(found)
-        return self._bases[key]
+        self._base = self._bases[key]
+        return self._base
 
     @contextmanager
-    def operation(self, text: str) -> Iterator[None]:
+    def operation(self, text: str, limit: datetime.timedelta | None = None) -> Iterator[None]:
         """Watch a block that all ranks run together and in which each waits for the others.
 
         Args:
             text: What it is, as a noun.
+            limit: How long it may take; by default as long as a task.
         """
-        if text not in self._operations:
-            self._operations[text] = len(self._places)
-            self._places.append(Place(PlaceKind.WAIT, text))
+        key = (text, None if limit is None else limit.total_seconds())
+        if key not in self._operations:
+            self._operations[key] = len(self._places)
+            self._places.append(Place(PlaceKind.WAIT, *key))
             self._tell_places(self._places[-1:])
         cells = self.cells
         before = cells[Cell.PLACE]
         cells[Cell.OPERATION] += 1
-        cells[Cell.PLACE] = self._operations[text]
+        cells[Cell.PLACE] = self._operations[key]
         try:
             yield
         except GraphPipeError:
@@ -164,20 +182,23 @@ class Watchdog:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Watch a block in which the executor runs a program, for the step with this number."""
+        """Watch a block in which the executor runs the program of `place`, for the step with this number."""
         cells = self.cells
         cells[Cell.OPERATION] += 1
         cells[Cell.STEP] = number
+        cells[Cell.RUNS] = self._runs[self._base]
         try:
             yield
         except Exception as error:
-            if isinstance(error, GraphPipeError) or self._places[cells[Cell.PLACE]].kind is not PlaceKind.WAIT:
+            waits = self._places[cells[Cell.PLACE]].kind is PlaceKind.WAIT
+            if isinstance(error, GraphPipeError) or not waits or not isinstance(error, _BROKEN_CONNECTION):
                 cause = error.__cause__ or error
                 self._tell(failed=_one_line(cause), kind=SignKind.FAILED)
             else:
                 self._echo(error)
             raise  # The place stays: the watchdog may look at it later.
         cells[Cell.PLACE] = 0
+        self._runs[self._base] += 1
 
     def _echo(self, error: Exception) -> None:
         """Say that a message failed, and wait to be ended: whoever failed first is to be named first."""
@@ -200,7 +221,7 @@ class Watchdog:
 
     def _tell_places(self, places: Sequence[Place]) -> None:
         if places:
-            self._tell(places=[[place.kind, place.text] for place in places])
+            self._tell(places=[[place.kind, place.text, place.limit_s] for place in places])
 
     def _tell(self, **message: Any) -> None:
         if self._control is not None:
@@ -231,18 +252,30 @@ class Watchdog:
 _watchdog: Watchdog | None = None
 
 
-def job_watchdog(timeout: datetime.timedelta) -> Watchdog:
-    """Return the watchdog of this process, made at the first call. A process belongs to one job."""
+def job_watchdog(timeout: datetime.timedelta, stall_timeout: datetime.timedelta = DEFAULT_STALL_TIMEOUT) -> Watchdog:
+    """Return the watchdog of this process, with these limits. A process belongs to one job and has one watchdog."""
     global _watchdog  # noqa: PLW0603
     if _watchdog is None:
-        _watchdog = Watchdog(timeout)
+        _watchdog = Watchdog(timeout, stall_timeout)
+    _watchdog.limit(timeout, stall_timeout)
     return _watchdog
+
+
+@contextmanager
+def joint_operation(text: str, limit: datetime.timedelta | None = None) -> Iterator[None]:
+    """Watch a block as `Watchdog.operation` does, where this process has joined a job."""
+    with _watchdog.operation(text, limit) if _watchdog is not None else nullcontext():
+        yield
 
 
 def leave_job(error: str | None = None) -> None:
     """Take this process's leave, where it has joined a job: before an exit that runs no handlers."""
     if _watchdog is not None:
         _watchdog.leave(error)
+
+
+def _limits(timeout: datetime.timedelta, stall_timeout: datetime.timedelta) -> Limits:
+    return Limits(progress_s=timeout.total_seconds(), stall_s=stall_timeout.total_seconds())
 
 
 def _shared_memory() -> int:
