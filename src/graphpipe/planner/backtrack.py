@@ -25,7 +25,20 @@ class Piece:
     choice: Choice
 
 
-def stages_of(tables: ChainTables, chain: Chain, level: int) -> tuple[Piece, ...]:
+@dataclass(frozen=True)
+class Found:
+    """Stages that cover a graph.
+
+    Attributes:
+        slowest_s: Seconds a micro-batch of the busiest one.
+        pieces: The stages.
+    """
+
+    slowest_s: float
+    pieces: tuple[Piece, ...]
+
+
+def stages_of(tables: ChainTables, chain: Chain, level: int) -> Found:
     """Return the stages that cover a whole graph with fewest devices.
 
     Args:
@@ -36,7 +49,7 @@ def stages_of(tables: ChainTables, chain: Chain, level: int) -> tuple[Piece, ...
     assert tables.suffix[0, level, 0] < NEVER, "no stages keep to the target"
     found = _Backtrack()
     found.suffix(tables, chain, 0, level, 0)
-    return tuple(found.pieces)
+    return Found(found.slowest_s, tuple(found.pieces))
 
 
 class _Backtrack:
@@ -47,10 +60,12 @@ class _Backtrack:
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
+        self.slowest_s = 0.0
 
     def _add(self, stages: StageDevices, operators: Sequence[int], level: int, *where: int) -> None:
-        choice = stages.setting.choices[stages.choice(level, *where)]
-        self.pieces.append(Piece(tuple(sorted(operators)), choice))
+        choice = stages.choice(level, *where)
+        self.pieces.append(Piece(tuple(sorted(operators)), stages.setting.choices[choice]))
+        self.slowest_s = max(self.slowest_s, float(stages.tables.seconds[choice, *where]))
 
     def suffix(self, tables: ChainTables, chain: Chain, after: int, level: int, start: int) -> None:
         """Cover the items from `start` on. `after` is a column."""
@@ -199,19 +214,18 @@ class _CoverBlock:
         """Cover some branches, whole; `after` is a column."""
         tables, space = self.tables, self.tables.space
         while state:
-            best = int(tables.states[state, first, after])
-            step = space.steps[state]
-            if tables.singles[step.kind, first, after] + tables.states[step.rest, first, after] == best:
-                branch = self.left[step.kind].pop(0)
-                self.backtrack.suffix(tables.branches[step.kind], branch, after, first, 0)
-                state = int(step.rest)
+            parts, rests, _ = space.ways.of(state, state + 1)
+            ways = tables.parts[parts, first, after] + tables.states[rests, first, after]
+            # One branch where that is as good as a group.
+            hit = int(np.flatnonzero(ways == tables.states[state, first, after])[0])
+            part, state = int(parts[hit]), int(rests[hit])
+            counts = space.parts[part].tolist()
+            taken = [self.left[q].pop(0) for q, count in enumerate(counts) for _ in range(count)]
+            group = part - len(space.kinds)
+            if group < 0:
+                self.backtrack.suffix(tables.branches[part], taken[0], after, first, 0)
                 continue
-            ways = tables.group_ways[step.groups, first, after] + tables.states[step.rests, first, after]
-            hit = int(np.flatnonzero(ways == best)[0])
-            group = int(step.groups[hit])
-            taken = [self.left[q].pop(0) for q, count in enumerate(space.group_counts[group]) for _ in range(count)]
             level = tables.setting.above(int(space.afters[after]))
-            if tables.group_ways[group, first, after] != tables.groups.at(level)[group]:
+            if tables.parts[part, first, after] != tables.groups.at(level)[group]:
                 level = tables.setting.num_levels
             self.backtrack._add(tables.groups, [i for branch in taken for i in branch.operators], level, group)
-            state = int(step.rests[hit])

@@ -65,6 +65,8 @@ def draft_in_sequence(problem: PlanningProblem, pieces: Iterable[Piece], micro_b
 
 def _layers(graph: ComputationGraph, operators: Sequence[int]) -> list[tuple[tuple[int, ...], bool]]:
     """Return operators split by the batch-wise ones that come before them, so that each part is convex."""
+    if not any(graph.operators[u].is_batch_wise for u in operators):
+        return [(tuple(sorted(operators)), False)]
     inside = set(operators)
     layer: dict[int, int] = {}
     for u in sorted(operators):

@@ -120,6 +120,7 @@ class _Planning:
         self.downsets = few_downsets(self.table, FEW_DOWNSETS)
         self.candidates: list[Candidate] = []
         self.known: set[Draft] = set()
+        self.known_pieces: set[tuple[int, tuple[Piece, ...]]] = set()
         self.by_size: dict[int, float] = {}
         self.ruled_out: list[int] = []
         self.settings: list[Setting] = []
@@ -144,6 +145,7 @@ class _Planning:
     def _forget(self) -> None:
         """Start again: nothing that was found fits into memory."""
         self.candidates, self.known, self.by_size, self.ruled_out = [], set(), {}, []
+        self.known_pieces = set()
         self.least_load_s = math.inf
         self.num_transitions += sum(setting.tally.transitions for setting in self.settings)
         self.settings = []
@@ -187,21 +189,22 @@ class _Planning:
         """Collect the plans of one search; return whether any may be the best."""
         setting = search.setting
         count = setting.num_micro_batches
-        for pieces in search.single_stages():
-            self._collect(size, pieces)
+        for found in search.single_stages():
+            if self._is_worth(found.slowest_s * count):
+                self._collect(size, found.pieces)
         # A device that works on every micro-batch for the target takes that long at least.
         best_s = search.slowest_s() * count
         if self.candidates:
-            # A guess of the time leaves out some of the waiting; the bottleneck is known.
-            doubt = DOUBT if self._is_by_time else 0.0
-            best_s = min(best_s, min(self.value(plan) for plan in self.candidates) * (1 + doubt))
+            best_s = min(best_s, self._best_value() * (1 + self._doubt))
         precision = COARSE_PRECISION if self._is_by_time else PRECISION
         best_s = best_s if self._is_by_time else min(best_s, self.least_load_s)
         is_first, self.settings = not self.settings, [*self.settings, setting]
-        if not is_first and search.fewest_devices(best_s / count * (1 - precision)) > self.table.num_devices:
+        low_s = self.bound.work_s / count
+        if is_first:
+            target_s = search.least_target_s(low_s, best_s / count, precision)
+        else:
             # After the first search, most cannot do better.
-            return False
-        target_s = search.least_target_s(self.bound.work_s / count, best_s / count, precision)
+            target_s = search.better_target_s(low_s, best_s / count * (1 - precision), precision)
         if target_s is None:
             return False
         self.least_load_s = min(self.least_load_s, target_s * count)
@@ -213,10 +216,21 @@ class _Planning:
     def _is_worth(self, load_s: float) -> bool:
         if self.candidates and self._is_late():
             return False
-        best_s = min((self.value(plan) for plan in self.candidates), default=float("inf"))
-        return load_s <= best_s * (1 + DOUBT)
+        return load_s <= self._best_value() * (1 + self._doubt)
 
-    def _collect(self, size: int, pieces: Sequence[Piece]) -> None:
+    @property
+    def _doubt(self) -> float:
+        """How far off the value of a plan may be: a guess of the time leaves out waiting, the bottleneck is known."""
+        return DOUBT if self._is_by_time else 0.0
+
+    def _best_value(self) -> float:
+        """Return the best guess so far of what is minimised; infinite before there is one."""
+        return min(map(self.value, self.candidates), default=math.inf)
+
+    def _collect(self, size: int, pieces: tuple[Piece, ...]) -> None:
+        if (size, pieces) in self.known_pieces:
+            return
+        self.known_pieces.add((size, pieces))
         found = draft(self.problem, pieces, size)
         for plan in (found, self.sketcher.splitter.components(found)):
             if plan in self.known:

@@ -161,22 +161,30 @@ class _Layout:
                 raise AssertionError("a series within a series")
 
     def _block(self, branches: list[Chain]) -> Block:
-        exact = _sorted_by_kind(branches, [self._key(branch, None) for branch in branches])
+        exact = _sorted_by_kind(branches, [self._key(branch, self.kinds) for branch in branches])
         if _num_groups(exact) <= MAX_GROUPS:
             return exact
-        similar = _sorted_by_kind(branches, [self._key(branch, SIMILAR) for branch in branches])
+        similar = _sorted_by_kind(branches, [self._key(branch, self.similar_kinds) for branch in branches])
         if _num_groups(similar) <= MAX_GROUPS or len(branches) <= 2:
             return similar
         # Too many kinds: the two smallest branches become a block of their own.
         small, smaller, *others = sorted(branches, key=lambda b: self.costs.work[list(b.operators)].sum())
         return self._block([*others, Chain((self._block([small, smaller]),))])
 
-    def _key(self, branch: Chain, tolerance: float | None) -> object:
-        """Return a key that equal branches share: their structure and the costs of their operators."""
+    @cached_property
+    def kinds(self) -> list[int]:
+        """``[operators]`` a number that equal operators share."""
+        return self.costs.kinds(None)
+
+    @cached_property
+    def similar_kinds(self) -> list[int]:
+        """``[operators]`` a number that similar operators share."""
+        return self.costs.kinds(SIMILAR)
+
+    def _key(self, branch: Chain, kinds: Sequence[int]) -> object:
+        """Return a key that equal branches share: their structure and the kinds of their operators."""
         return tuple(
-            self.costs.key(item, tolerance)
-            if isinstance(item, int)
-            else tuple(sorted(str(self._key(b, tolerance)) for b in item.branches))
+            kinds[item] if isinstance(item, int) else tuple(sorted(str(self._key(b, kinds)) for b in item.branches))
             for item in branch.items
         )
 

@@ -113,26 +113,21 @@ class OperatorTable:
                 read[index[consumer]] += value.num_bytes(1)
         return read, made
 
-    def key(self, operator: int, tolerance: float | None) -> tuple[object, ...]:
-        """Return what equal operators share: costs at every size, bytes in and out, parameters.
+    def kinds(self, tolerance: float | None) -> list[int]:
+        """Return ``[operators]`` a number that equal operators share: those with equal costs, traffic and parameters.
 
         Args:
-            operator: Its position in the graph.
             tolerance: Costs that differ by less are usually equal; by default almost exactly.
         """
-        o = self.problem.graph.operators[operator]
         profile = self.problem.profile
-        tables = np.stack([profile.forward_s, profile.backward_s, profile.saved_bytes])[:, :, operator].ravel()
+        tables = np.concatenate([profile.forward_s, profile.backward_s, profile.saved_bytes])
         step = np.log1p(tolerance or 1e-6)
         with np.errstate(divide="ignore"):
             rounded = np.where(tables > 0, np.round(np.log(np.maximum(tables, 1e-300)) / step), -1e9)
         read, made = self._traffic
-        return (
-            *rounded.tolist(),
-            o.parameter_bytes,
-            o.trainable_bytes,
-            o.is_batch_wise,
-            o.has_backward,
-            read[operator],
-            made[operator],
-        )
+        keys = [
+            (costs.tobytes(), o.parameter_bytes, o.trainable_bytes, o.is_batch_wise, o.has_backward, *traffic)
+            for o, costs, *traffic in zip(self.problem.graph.operators, rounded.T, read, made, strict=True)
+        ]
+        numbers: dict[tuple[object, ...], int] = {}
+        return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from graphpipe.errors import PlanningError
 from graphpipe.graph import ComputationGraph
 from graphpipe.graph.dag import bits, members
-from graphpipe.planner.backtrack import Piece
+from graphpipe.planner.backtrack import Found, Piece
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.bounds import lower_bound, nothing_fits
 from graphpipe.planner.costs import Setting, StageTables, Sums, stage_tables
@@ -219,16 +219,17 @@ class DownsetSearch(TargetSearch):
             now[start] = min(now[start], least(self.setting, stages.at(last)[start] + now, 0))
         return Solution(found[:, 0], lambda level: self._stages(stages, found, level))
 
-    def _stages(self, stages: StageDevices, found: NDArray[np.int32], level: int) -> tuple[Piece, ...]:
+    def _stages(self, stages: StageDevices, found: NDArray[np.int32], level: int) -> Found:
         last, sets = self.setting.num_levels, self.downsets.sets
-        start, pieces = 0, []
+        start, pieces, slowest_s = 0, [], 0.0
         while start < len(sets) - 1:
             while level and found[level - 1, start] == found[level, start]:
                 level -= 1
             before = level if level == last else level - 1
             stops = np.flatnonzero(stages.at(level)[start] + found[before] == found[level, start])
             stop = int(stops[-1])
-            choice = self.setting.choices[stages.choice(level, start, stop)]
-            pieces.append(Piece(tuple(members(sets[stop] & ~sets[start])), choice))
+            choice = stages.choice(level, start, stop)
+            pieces.append(Piece(tuple(members(sets[stop] & ~sets[start])), self.setting.choices[choice]))
+            slowest_s = max(slowest_s, float(self._tables.seconds[choice, start, stop]))
             start, level = stop, before
-        return tuple(pieces)
+        return Found(slowest_s, tuple(pieces))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from graphpipe.planner.backtrack import Piece, stages_of
+from graphpipe.planner.backtrack import Found, Piece, stages_of
 from graphpipe.planner.costs import Choice, Setting, StageTables
 from graphpipe.planner.layout import Chain
 from graphpipe.planner.operators import OperatorTable
@@ -24,21 +24,10 @@ PRECISION = 1e-3
 COARSE_PRECISION = 5e-3
 # The first target that is tried is above the lower bound by this share.
 FIRST_STEP = 0.05
+# Bounds of the least target are near each other when they differ by this share.
+NEAR = 0.05
 # Targets above the least one at which plans are collected: a slower bottleneck may allow fewer stages.
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.18, 1.3, 1.5, 1.8, 2.3, 3.0)
-
-
-@dataclass(frozen=True)
-class Found:
-    """Stages that keep to a target.
-
-    Attributes:
-        target_s: Seconds a micro-batch of the busiest stage, at most.
-        pieces: The stages.
-    """
-
-    target_s: float
-    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,7 @@ class Solution:
     """
 
     fewest: NDArray[np.int32]
-    stages: Callable[[int], tuple[Piece, ...]]
+    stages: Callable[[int], Found]
 
 
 def replica_counts(micro_batch_size: int, num_devices: int) -> tuple[int, ...]:
@@ -108,11 +97,12 @@ class TargetSearch(ABC):
     def operators(self) -> tuple[int, ...]:
         """All operators."""
 
-    def single_stages(self) -> Iterator[tuple[Piece, ...]]:
-        """Yield the whole graph as one stage: a single device, and data parallelism, where it fits."""
-        for choice, level in zip(self.setting.choices, self.tables.levels[:, 0, -1], strict=True):
-            if level:
-                yield (Piece(tuple(sorted(self.operators)), choice),)
+    def single_stages(self) -> list[Found]:
+        """Return the whole graph as one stage: a single device, and data parallelism, where it fits; fastest first."""
+        operators = tuple(sorted(self.operators))
+        runs = zip(self.setting.choices, self.tables.levels[:, 0, -1], self.tables.seconds[:, 0, -1], strict=True)
+        found = [Found(float(seconds), (Piece(operators, choice),)) for choice, level, seconds in runs if level]
+        return sorted(found, key=lambda each: each.slowest_s)
 
     def slowest_s(self) -> float:
         """Return a target that every plan keeps."""
@@ -124,12 +114,12 @@ class TargetSearch(ABC):
         return int(self.solve(target_s).fewest[-1])
 
     def least_target_s(self, low_s: float, high_s: float, precision: float = PRECISION) -> float | None:
-        """Return the least target that the devices can keep, between two bounds.
+        """Return the seconds of the busiest stage of a plan that the devices can keep, the least up to a precision.
 
         Args:
             low_s: No plan is faster.
             high_s: Slower ones are of no interest.
-            precision: The share up to which the target is to be known.
+            precision: The share by which a plan may be faster than the one that is returned.
 
         Returns:
             Seconds a micro-batch, or None where even `high_s` cannot be kept.
@@ -139,23 +129,48 @@ class TargetSearch(ABC):
         tried_s = low_s * (1 + step)
         # Most plans come close to the lower bound, so the way up is short.
         while low_s > 0 and tried_s < high_s:
-            needed = self.fewest_devices(tried_s)
+            needed, slowest_s = self._keep(tried_s)
             if needed <= available:
-                high_s = tried_s
+                high_s = slowest_s
                 break
             step *= 2
             # Twice the devices need about half the target.
             low_s, tried_s = tried_s, tried_s * max(1 + step, min(needed / available, 2.0))
         else:
-            if self.fewest_devices(high_s) > available:
+            needed, high_s = self._keep(high_s)
+            if needed > available:
                 return None
+        return self._narrowed(low_s, high_s, precision)
+
+    def better_target_s(self, low_s: float, high_s: float, precision: float = PRECISION) -> float | None:
+        """Return what `least_target_s` does, where it is likely that even `high_s` cannot be kept."""
+        needed, slowest_s = self._keep(high_s)
+        return None if needed > self.setting.table.num_devices else self._narrowed(low_s, slowest_s, precision)
+
+    def _narrowed(self, low_s: float, high_s: float, precision: float) -> float:
+        """Return the least target up to a precision, from one that cannot be kept and what a plan takes."""
+        is_below = False
         while high_s - low_s > precision * high_s:
-            middle_s = (low_s + high_s) / 2
-            if self.fewest_devices(middle_s) <= available:
-                high_s = middle_s
+            # There are few different plans near the least target, and the best one so far is likely to be the best. So
+            # every other target is just below what it takes.
+            is_below = not is_below and high_s - low_s < NEAR * high_s
+            tried_s = high_s * (1 - precision) if is_below else (low_s + high_s) / 2
+            needed, slowest_s = self._keep(tried_s)
+            if needed <= self.setting.table.num_devices:
+                high_s = slowest_s
+            elif is_below:
+                break
             else:
-                low_s = middle_s
+                low_s = tried_s
         return high_s
+
+    def _keep(self, target_s: float) -> tuple[int, float]:
+        """Return how many devices keep to a target, and the seconds of the busiest stage if there are so many."""
+        solution = self.solve(target_s)
+        needed = int(solution.fewest[-1])
+        if needed > self.setting.table.num_devices:
+            return needed, float("inf")
+        return needed, solution.stages(self.setting.num_levels).slowest_s
 
     def near(
         self, target_s: float, worth: Callable[[float], bool], slacks: Sequence[float] = SLACKS
@@ -175,10 +190,10 @@ class TargetSearch(ABC):
             fits = np.flatnonzero(solution.fewest <= self.setting.table.num_devices)
             # The shallowest plan that the devices allow, and the one with the fewest devices.
             for level in sorted({int(fits[0]), self.setting.num_levels}):
-                pieces = solution.stages(level)
-                if pieces not in known:
-                    known.add(pieces)
-                    yield Found(target_s * slack, pieces)
+                found = solution.stages(level)
+                if found.pieces not in known:
+                    known.add(found.pieces)
+                    yield found
 
 
 class Search(TargetSearch):

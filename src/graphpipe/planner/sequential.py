@@ -71,12 +71,17 @@ class SequentialPlanning:
         """
         setting = search.setting
         size, count = setting.micro_batch_size, setting.num_micro_batches
-        for pieces in search.single_stages():
-            self.collect(pieces, size)
+
+        def is_worth(target_s: float) -> bool:
+            return target_s * count <= self.best_guess_s * (1 + DOUBT)
+
+        for single in search.single_stages():
+            if is_worth(single.slowest_s):
+                self.collect(single.pieces, size)
         highest_s = min(self.best_guess_s / count, search.slowest_s())
         target_s = search.least_target_s(work_s / count, highest_s, COARSE_PRECISION)
         if target_s is not None:
-            for found in search.near(target_s, lambda target_s: target_s * count <= self.best_guess_s * (1 + DOUBT)):
+            for found in search.near(target_s, is_worth):
                 self.collect(found.pieces, size)
         self.transitions += setting.tally.transitions
         if progress is not None:

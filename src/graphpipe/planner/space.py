@@ -27,7 +27,8 @@ class ChainSpace:
     Args:
         setting: The search.
         chain: The chain.
-        reach: The highest level of what follows, but for the last level, which is always possible.
+        reach: The highest level of what follows, but for the last level, which is always possible; by default nothing
+            follows.
         tables: What its runs take, where that is known.
         needs_prefix: Whether somebody asks for the beginnings of the chain.
     """
@@ -36,18 +37,18 @@ class ChainSpace:
         self,
         setting: Setting,
         chain: Chain,
-        reach: int = 0,
+        reach: int | None = None,
         tables: StageTables | None = None,
         *,
         needs_prefix: bool = False,
     ) -> None:
         self.setting = setting
         self.chain = chain
-        self.afters = afters(setting, reach)
+        self.afters = (0,) if reach is None else afters(setting, reach)
         self.needs_prefix = needs_prefix
         self.tables = tables or Line(setting.table, chain.units).tables(setting)
         self.blocks = [
-            BlockSpace(setting, chain, at, reach) for at, item in enumerate(chain.items) if isinstance(item, Block)
+            BlockSpace(setting, chain, at, reach or 0) for at, item in enumerate(chain.items) if isinstance(item, Block)
         ]
 
     @property
@@ -83,20 +84,23 @@ class KindSpace:
 
 
 @dataclass(frozen=True)
-class Step:
-    """How to cover some branches: one of the first kind alone or in a group, then the rest.
+class Ways:
+    """How to cover some branches: by a part with a branch of the first kind that is left, then the rest.
 
     Attributes:
-        kind: The first kind that is left.
-        rest: The state without one branch of that kind.
-        groups: The groups with a branch of that kind that are within the state.
-        rests: For each group the state without it.
+        parts: ``[ways]`` the parts, those of the first state first.
+        rests: ``[ways]`` the state without the part.
+        starts: ``[states + 1]`` where the ways of each state start; the first state, no branches, has none.
     """
 
-    kind: int
-    rest: NDArray[np.int64]
-    groups: NDArray[np.int64]
+    parts: NDArray[np.int64]
     rests: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    def of(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the parts and rests of some states that follow each other, and where those of each state start."""
+        inside = slice(int(self.starts[start]), int(self.starts[stop]))
+        return self.parts[inside], self.rests[inside], self.starts[start:stop] - self.starts[start]
 
 
 class BlockSpace:
@@ -109,7 +113,8 @@ class BlockSpace:
         state_counts: ``[states, kinds]`` choices of branches; the first is none, the last all of them.
         group_counts: ``[groups, kinds]`` the groups of branches that may form a stage.
         groups: ``[choices, groups]`` what they take.
-        steps: By state, how to cover it.
+        parts: ``[kinds + groups, kinds]`` what branches may be covered by: one of a kind, stage by stage, or a group.
+        ways: By state, how to cover it.
         pairs: The kinds of two different branches.
     """
 
@@ -150,7 +155,8 @@ class BlockSpace:
         several[-1] = False
         self.group_counts = self.state_counts[several]
         self.groups = stage_tables(setting, combine(whole, self.group_counts, self._shared_inputs()), sizes)
-        self.steps = [self._step(state) for state in range(len(self.state_counts))]
+        self.parts = np.concatenate([np.eye(len(self.kinds), dtype=np.int64), self.group_counts])
+        self.ways = self._ways()
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
@@ -175,18 +181,13 @@ class BlockSpace:
                 found.append(SharedInput(num_bytes, value.carries_gradient, is_read))
         return found
 
-    def _step(self, state: int) -> Step:
-        counts = self.state_counts[state]
-        kind = int(np.argmax(counts > 0))
-        fits = (self.group_counts <= counts).all(axis=1) & (self.group_counts[:, kind] > 0)
-        groups = np.flatnonzero(fits)
-        single = np.zeros_like(counts)
-        single[kind] = min(1, counts[kind])
-        return Step(kind, self._state(counts - single), groups, self._state(counts - self.group_counts[groups]))
-
-    def _state(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of states by their counts ``[..., kinds]``."""
-        return np.asarray(counts @ self.strides, dtype=np.int64)
+    def _ways(self) -> Ways:
+        first = np.argmax(self.state_counts > 0, axis=1)
+        # ``[states, parts]``
+        is_within = (self.parts <= self.state_counts[:, None]).all(axis=2)
+        states, parts = np.nonzero(is_within & (self.parts.T[first] > 0))
+        starts = np.searchsorted(states, np.arange(len(self.state_counts) + 1))
+        return Ways(parts, states - (self.parts @ self.strides)[parts], starts)
 
     @cached_property
     def strides(self) -> NDArray[np.int64]:

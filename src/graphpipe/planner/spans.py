@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,26 +100,26 @@ class Line:
     @cached_property
     def _received(self) -> _Bytes:
         """What every run reads that is made elsewhere."""
-        return self._reads(self._values())
+        return self._reads(self._values)
 
     @cached_property
     def _returned(self) -> _Bytes:
         """The part of it whose gradient goes back."""
-        return self._reads([each for each in self._values() if each[0].carries_gradient])
+        return self._reads(self._with_gradient)
 
     @cached_property
     def _sent(self) -> _Bytes:
         """What every run makes that is read elsewhere."""
-        return self._makes(self._values(with_readers_outside=True))
+        return self._makes(self._values)
 
     @cached_property
     def _awaited(self) -> _Bytes:
         """The part of it whose gradient comes back."""
-        return self._makes([each for each in self._values(with_readers_outside=True) if each[0].carries_gradient])
+        return self._makes(self._with_gradient)
 
-    def _reads(self, values: Iterable[tuple[Value, int, list[int]]]) -> _Bytes:
+    def _reads(self, values: Iterable[_Passed]) -> _Bytes:
         found = _Bytes(len(self.units))
-        for value, made, read in values:
+        for value, made, read, _ in values:
             start = made + 1
             for at in read:
                 # Runs that start after the producer, or after the reader before this one, and include this reader.
@@ -127,26 +127,46 @@ class Line:
                 start = at + 1
         return found
 
-    def _makes(self, values: Iterable[tuple[Value, int, list[int]]]) -> _Bytes:
+    def _makes(self, values: Iterable[_Passed]) -> _Bytes:
         found = _Bytes(len(self.units))
-        for value, made, read in values:
-            if made >= 0 and read:
+        for value, made, _, last in values:
+            if made >= 0 and last > made:
                 # Runs that include the producer and stop before the last reader.
                 found.add(value, 1, 0, made + 1, made + 1)
-                found.add(value, -1, 0, made + 1, read[-1] + 1)
+                found.add(value, -1, 0, made + 1, last + 1)
         return found
 
-    def _values(self, *, with_readers_outside: bool = False) -> list[tuple[Value, int, list[int]]]:
-        """Return the values that touch the line, the item that makes each (-1: outside) and the items that read it."""
-        n = len(self.units)
+    @cached_property
+    def _values(self) -> list[_Passed]:
+        """The values that touch the line."""
+        place, n = self.place, len(self.units)
         found = []
-        for value, made, read in self.table.values_of(self.place):
-            at = self.place.get(made, -1)
-            inside = sorted({self.place[c] for c in read if c in self.place} - {at})
-            if with_readers_outside and any(c not in self.place for c in read):
-                inside.append(n)
-            found.append((value, at, inside))
+        for value, made, read in self.table.values_of(place):
+            at = place.get(made, -1)
+            readers = {place.get(c, n) for c in read}
+            inside = sorted(readers - {at, n})
+            found.append(_Passed(value, at, inside, max(readers, default=-1)))
         return found
+
+    @cached_property
+    def _with_gradient(self) -> list[_Passed]:
+        return [each for each in self._values if each.value.carries_gradient]
+
+
+class _Passed(NamedTuple):
+    """A value that touches a line.
+
+    Attributes:
+        value: The value.
+        made: The item that makes it; -1: outside.
+        read: The other items that read it, ascending.
+        last: The last item that reads it; one more than the last item of the line: outside.
+    """
+
+    value: Value
+    made: int
+    read: list[int]
+    last: int
 
 
 class _Bytes:

@@ -43,7 +43,7 @@ NEVER = np.int32(1 << 20)
 def least(setting: Setting, sums: Devices, axis: int) -> Devices:
     """Return the least of the ways to go on along an axis, and count them."""
     setting.tally.transitions += sums.size
-    found: Devices = sums.min(axis=axis, initial=NEVER)
+    found: Devices = np.minimum.reduce(sums, axis=axis, initial=NEVER)
     return found
 
 
@@ -59,8 +59,10 @@ class StageDevices:
     def __init__(self, setting: Setting, tables: StageTables, target_s: float) -> None:
         self.setting = setting
         self.tables = tables
-        # The highest level of each choice that keeps to the target.
-        self.levels = np.where(tables.seconds <= target_s, tables.levels, 0)
+        # ``[choices, ...]`` the highest level of a choice that keeps to the target, or of one with fewer devices.
+        self.levels = np.maximum.accumulate(np.where(tables.seconds <= target_s, tables.levels, 0), axis=0)
+        replicas = [choice.num_replicas for choice in setting.choices]
+        self._devices = np.array([*replicas, NEVER], dtype=np.int32)
         self._known: dict[tuple[int, bool], Devices] = {}
 
     def at(self, level: int) -> Devices:
@@ -69,11 +71,8 @@ class StageDevices:
         # All levels between two steps allow the same choices.
         step = bisect_left(self.tables.steps, level)
         if (step, is_last) not in self._known:
-            found = np.full(self.levels.shape[1:], NEVER, dtype=np.int32)
-            # The best choice is written last.
-            for choice in reversed(range(len(self.setting.choices))):
-                replicas = self.setting.choices[choice].num_replicas
-                np.copyto(found, replicas, where=self.levels[choice] >= level)
+            # As many choices as are at a lower level come before the first one that is possible.
+            found = self._devices[(self.levels < level).sum(axis=0, dtype=np.int16)]
             if not is_last:
                 found[self.tables.only_last] = NEVER
             self._known[step, is_last] = found
@@ -127,6 +126,7 @@ class ChainTables:
     def _suffix(self) -> Devices:
         last, n = self.setting.num_levels, self.space.num_items
         afters = self.space.afters
+        reach = max((after for after in afters if after < last), default=0)
         found = np.full((len(afters), last + 1, n + 1), NEVER, dtype=np.int32)
         for a, after in enumerate(afters):
             found[a, after:, n] = 0
@@ -138,6 +138,13 @@ class ChainTables:
                 ways = self._through(transit, level, level)
                 best = least(self.setting, ways + found[:, transit.block.afters[: len(ways)], transit.stop], 1)
                 now[:, transit.start] = np.minimum(now[:, transit.start], best)
+            if level > reach and not self.transits and np.array_equal(now, before):
+                # More samples in flight are of no use: higher levels allow no other stages.
+                found[:, level + 1 : last] = now[:, None]
+                if afters[-1] < last and not self.stages.tables.only_last.any():
+                    found[:, last] = now
+                    return found
+                break
         # At the last level a stage may follow one of the same level, so positions come one after the other.
         now = found[:, last]
         np.minimum(now, found[:, last - 1], out=now)
@@ -187,6 +194,7 @@ class BlockTables:
     """Fewest devices for the branches of a block, and for the ways through it.
 
     Attributes:
+        parts: ``[kinds + groups, levels, afters]`` for a branch of each kind, and for a group of branches as a stage.
         states: ``[states, levels, afters]`` for a choice of branches, by how many of each kind.
         heads: By kind, ``[levels, afters, before]``: a fork of so many items before the block with the best head of a
             branch of that kind, and the rest of that branch, whose first stage has at most the given level.
@@ -201,12 +209,15 @@ class BlockTables:
         self.branches = [ChainTables(kind.branch, target_s) for kind in space.kinds]
         self.merged = [StageDevices(space.setting, kind.merged, target_s) for kind in space.kinds]
         self.groups = StageDevices(space.setting, space.groups, target_s)
-        self.singles = np.stack([tables.suffix[:, :, 0].T for tables in self.branches])
-        self.group_ways = self._group_ways()
+        self.parts = np.concatenate([self._singles(), self._group_ways()])
         self.states = self._states()
         self.above = np.array([space.column(self.setting.above(after)) for after in space.afters])
         self.heads = [self._heads(q) for q in range(len(space.kinds))]
         self.tails = [self._tails(q) for q in range(len(space.kinds))]
+
+    def _singles(self) -> Devices:
+        """Return ``[kinds, levels, afters]``: a branch of its own stages."""
+        return np.stack([tables.suffix[:, :, 0].T for tables in self.branches])
 
     def _group_ways(self) -> Devices:
         """Return ``[groups, levels, afters]``: a stage of whole branches."""
@@ -227,12 +238,14 @@ class BlockTables:
         # No branches at all: what follows is the first.
         for a, after in enumerate(space.afters):
             found[0, after:, a] = 0
-        for state in range(1, shape[0]):
-            step = space.steps[state]
-            best = self.singles[step.kind] + found[step.rest]
-            if len(step.groups):
-                best = np.minimum(best, least(self.setting, self.group_ways[step.groups] + found[step.rests], 0))
-            found[state] = np.minimum(best, NEVER)
+        # What is left without a branch of the first kind has fewer of that kind, or none: a lower number.
+        for stride, count in reversed(list(zip(space.strides.tolist(), space.block.kinds, strict=True))):
+            for start in range(stride, stride * (count + 1), stride):
+                parts, rests, starts = space.ways.of(start, start + stride)
+                sums = self.parts[parts] + found[rests]
+                self.setting.tally.transitions += sums.size
+                best = np.minimum.reduceat(sums, starts, axis=0)
+                np.minimum(best, NEVER, out=found[start : start + stride])
         return found
 
     def _heads(self, q: int) -> Devices:
