@@ -110,6 +110,7 @@ class EmulatedModel:
 
     loss = "loss"
     loss_reduction = LossReduction.MEAN
+    sparse_parameters: frozenset[str] = frozenset()
     autocast = Autocast()
 
     def __init__(self, reads: Reads, modules: Sequence[Emulated]) -> None:

@@ -73,6 +73,7 @@ class GraphModel(nn.Module):
             if shape.gives_scale:
                 self.scales[f"t{i}"] = nn.Parameter(torch.rand((), generator=generator, dtype=torch.float64))
         self.loss = "loss"
+        self.sparse_parameters: frozenset[str] = frozenset()
         self.loss_operator = f"op{len(shapes) - 1}"
         self.needs_gradient = self._find_gradients()
         self.values = self._specs()

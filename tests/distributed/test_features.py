@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.harness import BOTH, run_case
-from tests.distributed.test_cases import check
+from tests.distributed.test_cases import RELATIVE, check
 
 pytestmark = pytest.mark.distributed
 
@@ -20,3 +20,20 @@ def features() -> list[dict[str, Any]]:
 
 def test_stages_are_compiled_one_by_one(features: list[dict[str, Any]]) -> None:
     check([result["compiled"] for result in features if "compiled" in result])
+
+
+@pytest.mark.parametrize("case", ["alone", "replicas", "tied"])
+def test_sparse_gradients_are_those_of_a_dense_table(features: list[dict[str, Any]], case: str) -> None:
+    for result in (r["sparse"][case] for r in features):
+        assert result["error"] < RELATIVE
+        assert result["copies_equal"]
+        assert result["norms"] == pytest.approx(result["expected_norms"], rel=RELATIVE)
+
+
+def test_gradients_of_tables_stay_sparse_unless_a_dense_one_is_added(features: list[dict[str, Any]]) -> None:
+    by_case = {case: [r["sparse"][case]["sparse"] for r in features[:3]] for case in ("alone", "replicas", "tied")}
+    assert by_case == {
+        "alone": [["table.weight"], ["bag.weight"], []],
+        "replicas": [["bag.weight", "table.weight"], ["bag.weight", "table.weight"], []],
+        "tied": [["bag.weight"], ["bag.weight"], []],
+    }

@@ -69,9 +69,14 @@ def train_both(
     accumulated: int = 1,
     num_devices: int = 0,
     free_sizes: Any = types.MappingProxyType({}),
+    alone: nn.Module | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train by a strategy and in one process with torch's own clipping and schedule; return what differs."""
-    alone = copy.deepcopy(model)
+    """Train by a strategy and in one process with torch's own clipping and schedule; return what differs.
+
+    The one process trains `alone`, by default a copy of the model; the pipeline is given `options` besides.
+    """
+    alone = alone or copy.deepcopy(model)
     captured = capture(model, batches[0], loss_fn=loss_fn, free_sizes=free_sizes)
     size = captured.num_samples(captured.flatten_batch(batches[0]))
     pipeline = Pipeline(
@@ -81,6 +86,7 @@ def train_both(
         lr_scheduler=lr_scheduler,
         max_gradient_norm=max_gradient_norm,
         transport=parity.kind,
+        **options,
     )
     reference = optimizer(list(alone.named_parameters()))
     schedule = None if lr_scheduler is None else lr_scheduler(reference)
@@ -117,6 +123,7 @@ def train_both(
         else [len(g["params"]) for g in pipeline.optimizer.param_groups],
         "expected_rates": [group["lr"] for group in reference.param_groups],
         "small_gradients": {n: float(g) for n, g in gradients.items() if g.numel() == 1},
+        "sparse": sorted(n for n, p in pipeline.parameters.items() if p.grad is not None and p.grad.is_sparse),
     }
 
 

@@ -14,7 +14,7 @@ from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.classes import SampleClass
 from graphpipe.capture.describe import LOSS, Description
 from graphpipe.capture.export import LossFunction
-from graphpipe.capture.nodes import is_random
+from graphpipe.capture.nodes import is_random, read_sparsely
 from graphpipe.capture.probe import Classification
 from graphpipe.capture.specs import LossReduction, ValueSpec
 from graphpipe.capture.stage_module import StageModule, build_stage
@@ -87,6 +87,13 @@ class CapturedModel:
     def is_random(self) -> bool:
         """Whether the forward pass draws random numbers, as dropout does."""
         return any(map(is_random, self._training_graph.operations))
+
+    @cached_property
+    def sparse_parameters(self) -> frozenset[str]:
+        """The names of the embedding tables whose gradients are sparse, as ``nn.Embedding(sparse=True)`` makes them."""
+        attributes = self._training_graph.attributes
+        tables = [read_sparsely(node) for node in self._training_graph.operations]
+        return frozenset(attributes[table].name for table in tables if table is not None and table in attributes)
 
     @property
     def outputs(self) -> tuple[tuple[str, SampleClass], ...]:

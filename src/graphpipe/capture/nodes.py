@@ -108,6 +108,14 @@ def argument_of(node: fx.Node, name: str) -> Any:
     return None
 
 
+def read_sparsely(node: fx.Node) -> fx.Node | None:
+    """Return the table of an embedding look-up whose gradient is to hold the rows that were read, None for others."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not argument_of(node, "sparse"):
+        return None
+    table = argument_of(node, "weight")
+    return table if isinstance(table, fx.Node) else None
+
+
 def written_by(node: fx.Node) -> list[fx.Node]:
     """Return the arguments whose memory a node writes, looking into no_grad and autocast regions."""
     if node.op != "call_function":

@@ -58,7 +58,7 @@ def start_buckets(
         dtype, device = group[0].dtype, group[0].device
         gradients = [parameter.grad for parameter in group]
         parts = [
-            torch.zeros(parameter.numel(), dtype=dtype, device=device) if grad is None else grad.reshape(-1)
+            torch.zeros(parameter.numel(), dtype=dtype, device=device) if grad is None else grad.to_dense().reshape(-1)
             for parameter, grad in zip(group, gradients, strict=True)
         ]
         present = torch.tensor([grad is not None for grad in gradients], dtype=dtype, device=device)

@@ -42,7 +42,9 @@ def single_process(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], T
         loss = eager_loss(reference, batch, loss_fn)
         is_random = not torch.equal(before, torch.get_rng_state())
         torch.autograd.backward(loss)
-    gradients = {n: p.grad for n, p in reference.named_parameters() if p.requires_grad}
+    gradients = {
+        n: None if p.grad is None else p.grad.to_dense() for n, p in reference.named_parameters() if p.requires_grad
+    }
     return Reference(float(loss.detach()), gradients, is_random)
 
 

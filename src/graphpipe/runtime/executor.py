@@ -33,6 +33,7 @@ from graphpipe.program import (
 from graphpipe.runtime.buckets import Bucket, start_buckets
 from graphpipe.runtime.clock import Clock, Mark
 from graphpipe.runtime.compilation import Compilation
+from graphpipe.runtime.sparse_sums import SparseSum
 from graphpipe.runtime.stages import StageModule, StageSource, named_parameters, take_samples
 from graphpipe.runtime.transport import Transport
 from graphpipe.runtime.watch import Cells
@@ -94,7 +95,7 @@ class _MiniBatch:
     buffers: dict[tuple[Task, str], Tensor] = field(default_factory=dict)
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     gradients: dict[Task, dict[str, Tensor]] = field(default_factory=dict)
-    reductions: dict[Reduction, list[Bucket]] = field(default_factory=dict)
+    reductions: dict[Reduction, list[Bucket | SparseSum]] = field(default_factory=dict)
 
 
 class Executor:
@@ -206,13 +207,12 @@ class Executor:
                 self.transport.await_send(message)
                 self.clock.send_awaited(message)
             case StartReduction(reduction):
-                parameters = [self.parameters[name] for name in reduction.parameters]
-                batch.reductions[reduction] = start_buckets(self.transport, reduction.devices, parameters)
+                batch.reductions[reduction] = self._start_sums(reduction)
                 self.clock.reduction_started(reduction)
             case AwaitReduction(reduction):
                 start = self.clock.mark()
-                for bucket in batch.reductions.pop(reduction):
-                    bucket.finish()
+                for started in batch.reductions.pop(reduction):
+                    started.finish()
                 self.clock.reduced(reduction)
                 self._record.append((SpanKind.REDUCE, start, self.clock.mark(), -1, -1))
             case OptimizerStep():
@@ -220,6 +220,17 @@ class Executor:
                     start = self.clock.mark()
                     optimizer_step()
                     self._record.append((SpanKind.OPTIMIZER, start, self.clock.mark(), -1, -1))
+
+    def _start_sums(self, reduction: Reduction) -> list[Bucket | SparseSum]:
+        sparse = self.source.sparse_parameters.intersection(reduction.parameters)
+        dense = [self.parameters[name] for name in reduction.parameters if name not in sparse]
+        return [
+            *start_buckets(self.transport, reduction.devices, dense),
+            *(
+                SparseSum.start(self.transport, reduction.devices, self.device, self.parameters[name])
+                for name in sorted(sparse)
+            ),
+        ]
 
     # ---- messages
 

@@ -523,7 +523,8 @@ class Pipeline:
         floor = smallest_scale(expected.gradients)
         errors = {"": loss_error(found.loss, expected.loss)}
         for name, parameter in executor.parameters.items():
-            errors[name] = gradient_error(parameter.grad, expected.gradients.get(name), floor)
+            found_here = None if parameter.grad is None else parameter.grad.to_dense()
+            errors[name] = gradient_error(found_here, expected.gradients.get(name), floor)
             parameter.grad = None
         self._judge(errors, found.loss, expected.loss, default_tolerance({p.dtype for p in model.parameters()}))
 
@@ -664,8 +665,8 @@ class Pipeline:
             raise GraphPipeError(failure)
 
     def gather_gradients(self) -> dict[str, Tensor]:
-        """Return the gradient of every parameter that has one, on every rank. All ranks must call this."""
-        return self._gather({n: p.grad for n, p in self._built().parameters.items() if p.grad is not None})
+        """Return the gradient of every parameter that has one, dense, on every rank. All ranks must call this."""
+        return self._gather({n: p.grad.to_dense() for n, p in self._built().parameters.items() if p.grad is not None})
 
     def _gather(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Let each tensor's lowest rank broadcast it. Names, shapes and types travel as text."""

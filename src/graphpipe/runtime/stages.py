@@ -98,6 +98,11 @@ class StageSource(Protocol):
         ...
 
     @property
+    def sparse_parameters(self) -> frozenset[str]:
+        """The names of the embedding tables whose gradients hold a few rows."""
+        ...
+
+    @property
     def autocast(self) -> Autocast:
         """What its stages run under."""
         ...
