@@ -114,7 +114,7 @@ def graphpipe(folder: Path, arguments: str) -> subprocess.CompletedProcess[str]:
         ("show damaged.json", "damaged.json' cannot be read"),
         ("train damaged.json --model jobs:good", "plan again"),
         ("train strategy.json --model jobs:branching", "if a.sum() > 0 else a.mean()`"),
-        ("train strategy.json --model jobs:misspelt_later", "the batch has no input `b`"),
+        ("train strategy.json --model jobs:misspelt_later", "has no input `b"),
         ("train strategy.json --model jobs:shuffled", "ranks 0 and 1 were given different tensors for input"),
         ("train strategy.json --model jobs:differently_built", "ranks 0 and 1 have different parameters"),
         ("train strategy.json --model jobs:of_another_size", "a batch of 8 samples and rank 1 one of 4"),

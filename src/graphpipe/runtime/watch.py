@@ -25,7 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from graphpipe.runtime.failure_report import expect_no_verdict, expect_verdict, report_verdict
+from graphpipe.runtime.failure_report import expect_no_launcher, expect_no_verdict, expect_verdict, report_verdict
 from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, RankState, Sign, SignKind, Verdict, judge
 
 TICK_S = 0.25
@@ -358,8 +358,9 @@ class Watch:
             if now_s >= tick_s:
                 tick_s = now_s + TICK_S
                 self._report_state()
-                if self.rank.is_alive and self.rank.has_lost_its_launcher():
-                    self._end(Verdict(self.rank.rank, f"the launcher of rank {self.rank.rank} is gone"), 0.0)
+                if self.rank.is_alive and self._deadline_s is None and self.rank.has_lost_its_launcher():
+                    self._sign(SignKind.FAILED, "its launcher is gone")
+                    self._end(0.0)
             self._act(now_s)
             if not self.rank.is_alive and (self.coordinator is None or self.coordinator.is_done()):
                 return
@@ -493,14 +494,14 @@ class Watch:
                 case {"verdict": fields}:
                     self._take(Verdict(**fields))
                 case {"end": True}:
-                    self._end(None, 0.0)
+                    self._end(0.0)
                 case _:
                     pass
         if not self.uplink.is_open:
             self._selector.unregister(self.uplink.socket)
             if not self._has_verdict and not self._has_left:
                 self._lose_coordinator("is gone")
-            self._end(None, 0.0 if not self._has_left else None)
+            self._end(0.0 if not self._has_left else None)
 
     def _lose_coordinator(self, how: str) -> None:
         self._take(Verdict(0, f"the watchdog of rank 0 {how}: its machine or the network may be down"))
@@ -514,10 +515,10 @@ class Watch:
                 self._take(verdict)
             if self.coordinator.may_end_all():
                 self.coordinator.end_all()
-                self._end(None, 0.0)
+                self._end(0.0)
         elif self.uplink is not None and now_s - self._heard_s > self.limits.unheard_s and not self._has_left:
             self._lose_coordinator(f"has not answered for {self.limits.unheard_s:g} s")
-            self._end(None, 0.0)
+            self._end(0.0)
         if self._deadline_s is not None and now_s >= self._deadline_s:
             self.rank.kill()
 
@@ -527,14 +528,14 @@ class Watch:
             return
         self._has_verdict = True
         if os.environ.get("LOCAL_RANK", str(self.rank.rank)) == "0":
+            if self.rank.has_lost_its_launcher():
+                expect_no_launcher()
             report_verdict(verdict.message, verdict.rank)
         if verdict.rank == self.rank.rank:
-            self._end(None, 0.0)
+            self._end(0.0)
 
-    def _end(self, verdict: Verdict | None, patience_s: float | None) -> None:
+    def _end(self, patience_s: float | None) -> None:
         """End the rank; one that raised an exception has a grace to end by itself."""
-        if verdict is not None:
-            self._take(verdict)
         if patience_s is not None and self._deadline_s is None:
             self._deadline_s = time.monotonic() + (GRACE_S if self._has_failed or self._has_left else patience_s)
 
