@@ -42,6 +42,7 @@ def test_training_goes_on_in_new_processes_to_the_last_bit(saved: Saved) -> None
 
 @pytest.mark.parametrize(("plan", "num_processes"), [("replicas", 4), ("one", 1)])
 def test_training_goes_on_under_another_plan(saved: Saved, plan: str, num_processes: int) -> None:
+    # C33: other cuts, micro-batch sizes and replicas, with learning rates by name that most ranks have no part of.
     for result in run_case("checkpoints.resume", num_processes, saved.folder, plan, "plain"):
         check_close(result, saved.whole[0]["alone"])
 

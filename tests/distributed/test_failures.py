@@ -71,6 +71,7 @@ def test_the_job_ends_and_names_the_first_cause(
     timeout_s: int,
     message: str,
 ) -> None:
+    # C24: within ten seconds, rank, stage, micro-batch and modules by name, nobody left over.
     end, folder = ended[how, rank, place]
     assert all(end.codes), end.output
     assert end.times_s[-1] - float((folder / "failed_at").read_text()) < LIMIT_S
