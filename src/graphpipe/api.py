@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class Job:
         compilation: How `torch.compile` compiles each stage; None to run stages as they are.
         batches: Makes the batches to train with; every rank gets the same ones.
         init: For a model on the meta device: where its parameters get their values.
+        sample_axes: Where the samples of inputs are, if not along axis 0, as `graphpipe.capture.capture` takes it.
         split_points: Paths of modules to divide the model at.
         keep_whole: Paths of modules that are one operator each.
     """
@@ -62,6 +64,7 @@ class Job:
     compilation: Compilation | None = None
     batches: Callable[[], Iterable[Any]] | None = None
     init: Init | None = None
+    sample_axes: Mapping[str, int | None] = field(default_factory=dict)
     split_points: Sequence[str] = ()
     keep_whole: Sequence[str] = ()
 
@@ -84,6 +87,7 @@ def plan(
     optimizer: OptimizerCost = ADAM,
     planner: Planner | None = None,
     profile: Profile | None = None,
+    sample_axes: Mapping[str, int | None] = MappingProxyType({}),
     split_points: Sequence[str] = (),
     keep_whole: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
@@ -102,6 +106,8 @@ def plan(
         profile: What the operators cost; by default they are measured here, or taken from the cache on disk. Those of
             a model on the meta device, which has nothing to measure with, are computed from the peak rates of the
             cluster's first device.
+        sample_axes: Where the samples of inputs are, if not along axis 0, as `graphpipe.capture.capture` takes it; for
+            a model that has been captured, say so there.
         split_points: Paths of modules to divide the model at; for a model that has been captured, say so there.
         keep_whole: Paths of modules that are one operator each; for a model that has been captured, say so there.
         progress: Called now and then with a line for people.
@@ -117,7 +123,14 @@ def plan(
         captured = model
     else:
         say("capturing the model")
-        captured = capture(model, example_batch, loss_fn=loss_fn, split_points=split_points, keep_whole=keep_whole)
+        captured = capture(
+            model,
+            example_batch,
+            loss_fn=loss_fn,
+            sample_axes=sample_axes,
+            split_points=split_points,
+            keep_whole=keep_whole,
+        )
     if profile is None:
         sizes = profile_sizes(mini_batch_size, micro_batch_sizes)
         count = len(captured.graph.operators)
@@ -206,6 +219,7 @@ def verify(
     *,
     loss_fn: LossFunction | None = None,
     tolerance: float | None = None,
+    sample_axes: Mapping[str, int | None] = MappingProxyType({}),
     split_points: Sequence[str] = (),
     keep_whole: Sequence[str] = (),
 ) -> Verification:
@@ -221,6 +235,7 @@ def verify(
         loss_fn: As it was given to `plan`.
         tolerance: Relative; by default 1e-9 for a model in float64, 1e-4 in float32 and 5e-2 under autocast, where
             micro-batches round elsewhere.
+        sample_axes: As they were given to `plan`.
         split_points: As they were given to `plan`.
         keep_whole: As it was given to `plan`.
 
@@ -238,7 +253,9 @@ def verify(
         tolerance = default_tolerance(dtypes)
     own = copy.deepcopy(model)
     own.zero_grad(set_to_none=True)
-    captured = capture(own, batch, loss_fn=loss_fn, split_points=split_points, keep_whole=keep_whole)
+    captured = capture(
+        own, batch, loss_fn=loss_fn, sample_axes=sample_axes, split_points=split_points, keep_whole=keep_whole
+    )
     whole = copy.deepcopy(captured.stage_module([o.name for o in captured.graph.operators]))
     pipeline = Pipeline(captured, strategy)
     found = pipeline.forward_backward(batch)

@@ -27,7 +27,7 @@ class Body(nn.Module):
 
 def probe(body: Callable[[Tensor], Tensor]) -> tuple[TrainingGraph, Classification]:
     model, batch = Body(body), torch.randn(4, 3, 4)
-    layout = BatchLayout.of(batch, ["x"], {})
+    layout = BatchLayout.of(batch, ["x"], {}, {})
     flat = layout.flatten(batch)
     module, leaves = export_graph(ModelWithLoss(model, layout, None), list(flat.values()), layout, {}, Mode.TRAIN)
     graph = clean(module, model, layout, {}, leaves)

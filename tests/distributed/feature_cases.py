@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
+from graphpipe.capture import capture
 from graphpipe.runtime.compilation import Compilation
+from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.process_transports import TransportKind
 from graphpipe.runtime.sharding import OptimizerStates
 from tests.distributed import parity
 from tests.distributed.cases import Fork, batch_of, mean_square
-from tests.distributed.parity import Part, compare
+from tests.distributed.parity import Part, compare, hand_made, relative, sgd
 from tests.distributed.training_cases import train_both
 
 
@@ -72,7 +75,64 @@ def beside_dense(parts: Sequence[Part], batches: Sequence[Any], *, tied: bool = 
     return train_both(sparse, parts, batches, alone=dense, optimizer=adagrad, max_gradient_norm=0.5, **options)
 
 
+class SequenceFirst(nn.Module):
+    """Reads sequences ``[length, samples, width]`` and positions ``[length, width]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, tokens: Tensor, positions: Tensor, scale: Tensor) -> dict[str, Any]:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(tokens + positions.unsqueeze(1))) * scale))
+        return {"hidden": hidden, "score": self.last(hidden).mean((0, 2)), "given": [positions * 2, tokens]}
+
+
+SEQUENCE_AXES = {"tokens": 1, "positions": None}
+
+
+def sequence_first_of(num_samples: int, seed: int) -> dict[str, Tensor]:
+    """Return a batch of sequences as long as the first batch has samples."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "tokens": torch.randn(6, num_samples, 4, generator=generator),
+        "positions": torch.randn(6, 4, generator=generator),
+        "scale": torch.tensor(0.7),
+        "labels": torch.randn(num_samples, generator=generator),
+    }
+
+
+def score_error(output: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
+    return functional.mse_loss(output["score"], batch["labels"])
+
+
+def other_axes() -> dict[str, Any]:
+    """Train, evaluate and predict where samples are along axis 1 of one input and a second input has none."""
+    model, alone = SequenceFirst(), SequenceFirst()
+    batches = [sequence_first_of(n, seed) for seed, n in enumerate((6, 5, 8))]
+    captured = capture(model, batches[0], loss_fn=score_error, sample_axes=SEQUENCE_AXES)
+    strategy = hand_made(captured, [("first", 2, (0,)), ("second", 3, (1, 2)), ("", 4, (0,))], 6)
+    options: dict[str, Any] = {"loss_fn": score_error, "sample_axes": SEQUENCE_AXES, "optimizer": sgd}
+    pipeline = Pipeline(model, strategy, example_batch=batches[0], transport=parity.kind, **options)
+    optimizer = sgd(alone.parameters())
+    errors: dict[str, list[float]] = {"train": [], "evaluation": [], "prediction": []}
+    for batch in batches:
+        output = alone(*(batch[name] for name in ("tokens", "positions", "scale")))
+        loss = score_error(output, batch)
+        errors["evaluation"].append(relative(torch.tensor(pipeline.evaluate(batch).loss), loss.detach()))
+        predicted = pipeline.predict({name: batch[name] for name in ("tokens", "positions", "scale")})
+        pairs = zip(pytree.tree_leaves(predicted), pytree.tree_leaves(output), strict=True)
+        errors["prediction"] += [relative(found, expected.detach()) for found, expected in pairs]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        errors["train"].append(relative(torch.tensor(pipeline.step(batch).loss), loss.detach()))
+        gradients = pipeline.gather_gradients()
+        errors["train"] += [relative(gradients[n], p.grad) for n, p in alone.named_parameters() if p.grad is not None]
+    return {name: max(found) for name, found in errors.items()}
+
+
 def features() -> dict[str, Any]:
     """Run every case; the slow one, which messages have no part in, over one transport."""
     slow = {"compiled": compiled()} if parity.kind is TransportKind.ORDERED else {}
-    return {"sparse": sparse(), **slow}
+    return {"sparse": sparse(), "other axes": other_axes(), **slow}

@@ -37,3 +37,8 @@ def test_gradients_of_tables_stay_sparse_unless_a_dense_one_is_added(features: l
         "replicas": [["bag.weight", "table.weight"], ["bag.weight", "table.weight"], []],
         "tied": [["bag.weight"], ["bag.weight"], []],
     }
+
+
+def test_samples_may_be_along_any_axis_or_in_no_axis_of_an_input(features: list[dict[str, Any]]) -> None:
+    for result in (r["other axes"] for r in features):
+        assert max(result.values()) < RELATIVE, result

@@ -45,6 +45,7 @@ def capture(
     keep_whole: Sequence[str] = (),
     mode: Mode = Mode.TRAIN,
     free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
+    sample_axes: Mapping[str, int | None] = MappingProxyType({}),
 ) -> CapturedModel:
     """Return a model and its loss as a graph of operators.
 
@@ -60,8 +61,8 @@ def capture(
         model: The model.
         example_batch: A batch of at least 2 samples. A mapping from names to tensors, plain values, or nested lists,
             tuples and dicts of these; or a tuple, list or single tensor of positional arguments. Samples are along axis
-            0. Tensors whose axis 0 has another size than most are taken not to depend on the batch. Other sizes, and
-            plain values, are the same in every batch.
+            0, unless `sample_axes` says otherwise. Tensors whose axis 0 has another size than most are taken not to
+            depend on the batch. Other sizes, and plain values, are the same in every batch.
         loss_fn: Called with the model's output and the whole batch, returns the scalar loss. Then the model gets only
             the entries of the batch that its forward accepts. Without it, the model gets the whole batch and returns
             its loss: alone, as ``.loss``, under ``"loss"`` or first in a tuple.
@@ -72,6 +73,9 @@ def capture(
         free_sizes: Axes, besides the samples', whose size may differ from batch to batch, with a name for each size:
             ``{"input_ids": {1: "length"}, "labels": {1: "length"}}``. Inputs are meant by their name or by that of the
             batch's entry that they are part of. Sizes of one name are always equal.
+        sample_axes: Where the samples of inputs are: ``{"tokens": 1, "positions": None}`` for a tensor that has them
+            along axis 1 and one that has none, even though its axis 0 may have their number. Inputs are meant as in
+            `free_sizes`.
         mode: What the model is captured for: an exported graph has one mode, so evaluation needs a capture of its own.
 
     Raises:
@@ -79,30 +83,41 @@ def capture(
             fixed, it branches on the values of a tensor, or it modifies an input. The message names the line.
     """
     wishes = Wishes.of(model, split_points, keep_whole)
-    layout, tensors = _flatten(model, example_batch, free_sizes)
+    layout, tensors = flat_batch(model, example_batch, free_sizes, sample_axes)
     wrapper = ModelWithLoss(model, layout, loss_fn)
     return _capture(model, wrapper, layout, tensors, loss_fn, name, granularity, wishes, mode)
 
 
 def capture_evaluation(
-    model: nn.Module, example_batch: Any, *, loss_fn: Callable[[Any, Any], Tensor] | None = None
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    sample_axes: Mapping[str, int | None] = MappingProxyType({}),
 ) -> CapturedModel:
     """Return a model in eval mode and its loss as a graph of operators, none of which has a backward pass.
 
     The arguments and errors are those of `capture`.
     """
     with without_gradients(model):
-        return capture(model, example_batch, loss_fn=loss_fn, mode=Mode.EVAL)
+        return capture(model, example_batch, loss_fn=loss_fn, mode=Mode.EVAL, sample_axes=sample_axes)
 
 
 def capture_prediction(
-    model: nn.Module, example_batch: Any, *, loss_fn: Callable[[Any, Any], Tensor] | None = None
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    sample_axes: Mapping[str, int | None] = MappingProxyType({}),
 ) -> tuple[CapturedModel, Callable[[Sequence[Tensor]], Any]]:
     """Return a model in eval mode with what it returns, and what puts the tensors of `outputs` into that structure.
 
-    The arguments and errors are those of `capture`; the batch may lack what only `loss_fn` reads.
+    The arguments and errors are those of `capture`; the batch may lack what only `loss_fn` reads, of which
+    `sample_axes` may tell all the same.
     """
-    layout, tensors = _flatten(model, example_batch)
+    inputs = flat_batch(model, example_batch)[0].inputs
+    own_axes = {name: axis for name, axis in sample_axes.items() if name in inputs}
+    layout, tensors = flat_batch(model, example_batch, sample_axes=own_axes)
     wishes = Wishes.of(model, (), ())
     shape = OutputShape()
     wrapper = ModelOutputs(model, layout, loss_fn or _unused_loss, shape)
@@ -174,20 +189,24 @@ def eager_loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tenso
 
     A model in eval mode is put into train mode, as `capture` does.
     """
-    layout, tensors = _flatten(model, batch)
+    layout, tensors = flat_batch(model, batch)
     if not model.training:
         model.train()
     loss: Tensor = ModelWithLoss(model, layout, loss_fn)(*tensors.values())
     return loss
 
 
-def _flatten(
-    model: nn.Module, example_batch: Any, free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({})
+def flat_batch(
+    model: nn.Module,
+    example_batch: Any,
+    free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
+    sample_axes: Mapping[str, int | None] = MappingProxyType({}),
 ) -> tuple[BatchLayout, dict[str, Tensor]]:
+    """Return the layout of an example batch, and its tensors by name."""
     names: list[str] = []
     if not isinstance(example_batch, Mapping):
         names = positional_names(model, 1 if isinstance(example_batch, Tensor) else len(example_batch))
-    layout = BatchLayout.of(example_batch, names, free_sizes)
+    layout = BatchLayout.of(example_batch, names, free_sizes, sample_axes)
     return layout, layout.flatten(example_batch)
 
 

@@ -27,8 +27,9 @@ from graphpipe.errors import BatchError, CaptureError
 class BatchLayout:
     """The structure of a batch: which tensors it has, which of them hold samples, and the plain values between.
 
-    The number of samples of a batch is the most common size of axis 0 among its tensors, of equally common ones the
-    first; a tensor of another size along axis 0, or without axes, is taken not to depend on the batch.
+    The number of samples of a batch is the size of the sample axes that the user names. Without one it is the most
+    common size of axis 0 among its tensors, of equally common ones the first. A tensor of which nothing is said has its
+    samples along axis 0 if it has that size there, and is else taken not to depend on the batch.
 
     Attributes:
         inputs: The tensors by name, in order.
@@ -50,7 +51,11 @@ class BatchLayout:
 
     @classmethod
     def of(
-        cls, example_batch: Any, positional_names: Sequence[str], free: Mapping[str, Mapping[int, str]]
+        cls,
+        example_batch: Any,
+        positional_names: Sequence[str],
+        free: Mapping[str, Mapping[int, str]],
+        sample_axes: Mapping[str, int | None],
     ) -> BatchLayout:
         """Return the layout of an example batch.
 
@@ -58,32 +63,28 @@ class BatchLayout:
             example_batch: The batch.
             positional_names: The names of the arguments when the batch is positional.
             free: The names of the sizes that may differ from batch to batch, by axis, for inputs or entries.
+            sample_axes: The axis that holds the samples, or None, for inputs or entries of which it is known.
 
         Raises:
-            CaptureError: The batch has no tensor, fewer than 2 samples, or a tensor that needs a gradient.
+            CaptureError: The batch has no tensor, fewer than 2 samples, or a tensor that needs a gradient; or there is
+                no such input or axis.
         """
         is_positional = not isinstance(example_batch, Mapping)
         named = _flatten(example_batch, positional_names)
         tensors = {name: leaf for name, leaf in named.leaves if isinstance(leaf, Tensor)}
         free_axes = _free_axes(tensors, free)
-        sizes = Counter(t.shape[0] for n, t in tensors.items() if t.dim() and 0 not in free_axes.get(n, {}))
-        if not sizes:
-            raise CaptureError("the example batch has no tensor with a sample axis; pass a batch of at least 2 samples")
-        num_samples = sizes.most_common(1)[0][0]
-        if num_samples < 2:
-            raise CaptureError(
-                f"the example batch has {num_samples} sample; pass at least 2, because a size of 1 along axis 0 cannot "
-                "be told from a fixed dimension"
-            )
+        known_axes = _known_axes(tensors, sample_axes, free_axes)
+        num_samples = _count_samples(tensors, known_axes, free_axes)
         inputs = {}
         for name, tensor in tensors.items():
             if tensor.requires_grad:
                 raise CaptureError(f"input {name!r} of the example batch needs a gradient; detach it")
             own = free_axes.get(name, {})
             holds_samples = tensor.dim() > 0 and tensor.shape[0] == num_samples and 0 not in own
-            shape = (1, *tensor.shape[1:]) if holds_samples else tuple(tensor.shape)
+            axis = known_axes.get(name, 0 if holds_samples else None)
+            shape = tuple(1 if i == axis else size for i, size in enumerate(tensor.shape))
             named_sizes = tuple(sympy.Symbol(own[i]) if i in own else sympy.Integer(s) for i, s in enumerate(shape))
-            layout = SampleLayout(0, 1) if holds_samples else None
+            layout = None if axis is None else SampleLayout(axis, 1)
             inputs[name] = ValueSpec(name, tensor.dtype, shape, layout, False, named_sizes if own else ())
         constants = {name: leaf for name, leaf in named.leaves if not isinstance(leaf, Tensor)}
         names = tuple(name for name, _ in named.leaves)
@@ -147,8 +148,11 @@ class BatchLayout:
         Raises:
             BatchError: The tensors disagree.
         """
-        held = [name for name, spec in self.inputs.items() if spec.layout is not None and name in tensors]
-        counts = {name: tensors[name].shape[0] for name in held}
+        counts = {
+            name: tensors[name].shape[spec.layout.axis]
+            for name, spec in self.inputs.items()
+            if spec.layout is not None and name in tensors
+        }
         if len(set(counts.values())) > 1:
             first = next(iter(counts))
             other = next(name for name in counts if counts[name] != counts[first])
@@ -157,6 +161,22 @@ class BatchLayout:
                 "all inputs of a batch need the same number"
             )
         return next(iter(counts.values()), 0)
+
+    def kind_of(self, batch: Any) -> str:
+        """Return what a capture of a batch depends on: names, types, values, and shapes but for the samples."""
+        told = []
+        for name, leaf in _flatten(batch, self.entries).leaves:
+            if isinstance(leaf, Tensor):
+                axis = self.sample_axes.get(name, 0)
+                told.append(f"{name} {leaf.dtype} {[s for i, s in enumerate(leaf.shape) if i != axis]}")
+            else:
+                told.append(f"{name} {leaf!r}")
+        return "; ".join(told)
+
+    @property
+    def sample_axes(self) -> dict[str, int | None]:
+        """The axis that holds the samples of each input, None for one that does not depend on the batch."""
+        return {name: None if spec.layout is None else spec.layout.axis for name, spec in self.inputs.items()}
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the batch of these tensors, in the order of `inputs`, with the example's plain values between."""
@@ -180,10 +200,12 @@ def resize(layout: BatchLayout, tensors: Mapping[str, Tensor], num_samples: int)
     """Return a flat batch of `num_samples` samples: those of `tensors`, repeated or cut as needed."""
     found = {}
     for name, tensor in tensors.items():
-        if layout.inputs[name].layout is None:
+        place = layout.inputs[name].layout
+        if place is None:
             found[name] = tensor
         else:
-            found[name] = tensor[torch.arange(num_samples, device=tensor.device) % tensor.shape[0]]
+            samples = torch.arange(num_samples, device=tensor.device) % tensor.shape[place.axis]
+            found[name] = tensor.index_select(place.axis, samples)
     return found
 
 
@@ -237,12 +259,7 @@ def _free_axes(tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, st
     """
     found: dict[str, dict[int, str]] = {}
     for key, axes in free.items():
-        names = [name for name in tensors if name == key or name.startswith(key + ".")]
-        if not names:
-            raise CaptureError(
-                f"there is no input `{key}`, whose size is to be free{_hint(key, tensors, 'did you mean')}"
-            )
-        for name in names:
+        for name in _meant(key, tensors, "whose size is to be free"):
             for axis, size_name in axes.items():
                 if not 0 <= axis < tensors[name].dim():
                     raise CaptureError(f"input {name!r} has {tensors[name].dim()} axes; axis {axis} cannot be free")
@@ -250,6 +267,75 @@ def _free_axes(tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, st
                     raise CaptureError(f"a size cannot be called {size_name!r}; use another word")
                 found.setdefault(name, {})[axis] = size_name
     return found
+
+
+def _meant(key: str, tensors: Mapping[str, Tensor], why: str) -> list[str]:
+    """The inputs that a name means: the one of that name, or those of the entry of that name.
+
+    Raises:
+        CaptureError: There is none.
+    """
+    names = [name for name in tensors if name == key or name.startswith(key + ".")]
+    if not names:
+        raise CaptureError(f"there is no input `{key}`, {why}{_hint(key, tensors, 'did you mean')}")
+    return names
+
+
+def _known_axes(
+    tensors: Mapping[str, Tensor],
+    sample_axes: Mapping[str, int | None],
+    free_axes: Mapping[str, Mapping[int, str]],
+) -> dict[str, int | None]:
+    """The sample axis of each tensor of which it is known, None for one without samples.
+
+    Raises:
+        CaptureError: There is no such tensor or axis, or its size is free by another name.
+    """
+    found: dict[str, int | None] = {}
+    for key, axis in sample_axes.items():
+        for name in _meant(key, tensors, "whose sample axis is given"):
+            if axis is not None and not 0 <= axis < tensors[name].dim():
+                raise CaptureError(
+                    f"input {name!r} has {tensors[name].dim()} axes, so its samples cannot be along axis {axis}; count "
+                    "axes from 0, and give None for an input without samples"
+                )
+            if axis is not None and axis in free_axes.get(name, {}):
+                raise CaptureError(
+                    f"axis {axis} of input {name!r} is said to hold the samples and to be "
+                    f"{free_axes[name][axis]!r}; it can be one of them"
+                )
+            found[name] = axis
+    return found
+
+
+def _count_samples(
+    tensors: Mapping[str, Tensor], known_axes: Mapping[str, int | None], free_axes: Mapping[str, Mapping[int, str]]
+) -> int:
+    """The samples of an example batch.
+
+    Raises:
+        CaptureError: There are fewer than 2, or tensors disagree.
+    """
+    counts = {name: tensors[name].shape[axis] for name, axis in known_axes.items() if axis is not None}
+    if len(set(counts.values())) > 1:
+        first, count = next(iter(counts.items()))
+        other, another = next((n, c) for n, c in counts.items() if c != count)
+        raise CaptureError(
+            f"input {first!r} has {count} samples along axis {known_axes[first]} and input {other!r} has {another} "
+            f"along axis {known_axes[other]}; all inputs of a batch need the same number"
+        )
+    sizes = Counter(counts.values()) or Counter(
+        t.shape[0] for n, t in tensors.items() if t.dim() and 0 not in free_axes.get(n, {}) and n not in known_axes
+    )
+    if not sizes:
+        raise CaptureError("the example batch has no tensor with a sample axis; pass a batch of at least 2 samples")
+    num_samples = sizes.most_common(1)[0][0]
+    if num_samples < 2:
+        raise CaptureError(
+            f"the example batch has {num_samples} sample; pass at least 2, because a size of 1 cannot be told from a "
+            "fixed dimension"
+        )
+    return num_samples
 
 
 def _check_tensor(spec: ValueSpec, tensor: Tensor, free_axes: Mapping[int, str]) -> None:

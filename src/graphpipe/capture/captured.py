@@ -116,6 +116,15 @@ class CapturedModel:
         """
         return self._layout.flatten(batch, None if self._layout.free_axes else needed)
 
+    @property
+    def sample_axes(self) -> Mapping[str, int | None]:
+        """The axis that holds the samples of each input, None for one that does not depend on the batch."""
+        return self._layout.sample_axes
+
+    def kind_of(self, batch: Any) -> str:
+        """Return what another capture of a batch would depend on besides the model: all but the number of samples."""
+        return self._layout.kind_of(batch)
+
     def num_samples(self, flat: Mapping[str, Tensor]) -> int:
         """Return the number of samples of a flat batch; 0 if none of its tensors holds any.
 

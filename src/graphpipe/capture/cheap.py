@@ -38,9 +38,9 @@ def repeated_operations(
 ) -> frozenset[fx.Node]:
     """Return the operations that each stage repeats for itself.
 
-    They are light, the same each time, read nothing but inputs, tensors of the model and each other, treat samples one
-    by one, and read parameters only if they don't depend on the batch. Operations that belong together are repeated
-    together or not at all.
+    They are light, not wanted themselves, the same each time, read nothing but inputs, tensors of the model and each
+    other, treat samples one by one, and read parameters only if they don't depend on the batch. Operations that belong
+    together are repeated together or not at all.
 
     Args:
         graph: The training graph.
@@ -52,7 +52,7 @@ def repeated_operations(
     own = {s for node in (*graph.attributes, *graph.inputs.values()) for s in storages(node)}
 
     def qualifies(node: fx.Node) -> bool:
-        if node is graph.loss or node in classification.batch_wise or is_random(node):
+        if node is graph.loss or node in graph.outputs or node in classification.batch_wise or is_random(node):
             return False
         if any(storages(w) & own for w in written_by(node)) or not is_light(node, classification, accounting):
             return False

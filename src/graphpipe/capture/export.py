@@ -353,7 +353,7 @@ def _export(
     named = {n: Dim(n, **bounds.get(n, {})) for axes in layout.free_axes.values() for n in axes.values()}
     shapes: list[dict[int, Any] | None] = []
     for name, spec in layout.inputs.items():
-        axes: dict[int, Any] = {0: batch} if spec.layout is not None else {}
+        axes: dict[int, Any] = {} if spec.layout is None else {spec.layout.axis: batch}
         axes |= {axis: named[size] for axis, size in layout.free_axes.get(name, {}).items()}
         shapes.append(axes or None)
     return torch.export.export(wrapper, tuple(tensors), dynamic_shapes={"tensors": tuple(shapes)}, strict=False)

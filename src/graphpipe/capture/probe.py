@@ -109,7 +109,7 @@ def classify(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Classificat
         except Exception as error:
             raise CaptureError(
                 f"the model does not run on {NUM_SAMPLES} samples made of the example batch's: {error}; the samples of "
-                "all inputs must be along axis 0 and independent of each other"
+                "all inputs must be along axis 0, or where `sample_axes` says, and independent of each other"
             ) from error
         finally:
             torch.set_default_dtype(default)
@@ -159,8 +159,8 @@ class _Probe:
         self._numbers = RandomNumbers(self.device)
         for name, placeholder in graph.inputs.items():
             self.values[placeholder] = in_double(tensors[name])
-            depends = any(graph.depends_on_batch(size) for size in value_of(placeholder).shape)
-            self.classes[placeholder] = SampleClass(Kind.PER_SAMPLE) if depends else INDEPENDENT
+            axes = [i for i, size in enumerate(value_of(placeholder).shape) if graph.depends_on_batch(size)]
+            self.classes[placeholder] = SampleClass(Kind.PER_SAMPLE, axes[0]) if axes else INDEPENDENT
         for node in graph.attributes:
             self.classes[node] = INDEPENDENT
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphpipe.api import Job
+from graphpipe.capture.api import flat_batch
+from graphpipe.capture.batch import resize
 
 
 class Batches:
@@ -33,7 +34,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         if self._job.batches is None or self._loader is None:
-            repeated = tile(self._job.example_batch, self._mini_batch_size)
+            repeated = tile(self._job, self._mini_batch_size)
             while True:
                 yield repeated
         while True:
@@ -57,22 +58,12 @@ class Batches:
         loader.load_state_dict(state["loader"])
 
 
-def tile(batch: Any, num_samples: int) -> Any:
-    """Return a batch whose samples are repeated or cut to `num_samples`.
-
-    As in capture, the samples are along axis 0 of the tensors whose axis 0 has the most common size; others are kept.
-    """
-    sizes = Counter(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
-    if not sizes:
-        return batch
-    count = sizes.most_common(1)[0][0]
-
-    def resized(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != count or count == 0:
-            return leaf
-        return torch.cat([leaf] * -(-num_samples // count))[:num_samples]
-
-    return pytree.tree_map(resized, batch)
+def tile(job: Job, num_samples: int) -> Any:
+    """Return a job's example batch with its samples repeated or cut to `num_samples`."""
+    layout, tensors = flat_batch(job.model, job.example_batch, sample_axes=job.sample_axes)
+    found = iter(resize(layout, tensors, num_samples).values())
+    batch = dict(job.example_batch) if isinstance(job.example_batch, Mapping) else job.example_batch
+    return pytree.tree_map(lambda leaf: next(found) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def default_optimizer(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

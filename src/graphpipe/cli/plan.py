@@ -65,6 +65,7 @@ def command(
             micro_batch_sizes=sizes,
             optimizer={"adam": cost.ADAM, "momentum": cost.MOMENTUM, "sgd": cost.SGD}[optimizer],
             planner=make_planner(planner),
+            sample_axes=job.sample_axes,
             split_points=job.split_points,
             keep_whole=job.keep_whole,
             progress=status.update,

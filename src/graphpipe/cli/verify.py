@@ -37,6 +37,7 @@ def command(strategy_file: Path, reference: str) -> None:
             strategy,
             batch,
             loss_fn=job.loss_fn,
+            sample_axes=job.sample_axes,
             split_points=job.split_points,
             keep_whole=job.keep_whole,
         )

@@ -9,15 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
-from graphpipe.capture import Autocast, CapturedModel, Draws, capture, capture_evaluation, capture_prediction
+from graphpipe.capture import (
+    Autocast,
+    CapturedModel,
+    Draws,
+    ValueSpec,
+    capture,
+    capture_evaluation,
+    capture_prediction,
+)
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
@@ -128,6 +136,7 @@ class Pipeline:
             share it, each one's optimizer gets a part of the parameters.
         init: For a model on the meta device: where its parameters get their values. A rank makes those of its own
             stages only, on the CPU; the others stay without memory.
+        sample_axes: As they were given to `graphpipe.plan`.
         split_points: As they were given to `graphpipe.plan`.
         keep_whole: As it was given to `graphpipe.plan`.
         verify: When to compare loss and gradients with one process; each rank then runs the whole model once.
@@ -160,6 +169,7 @@ class Pipeline:
         transport: TransportKind | None = None,
         optimizer_states: OptimizerStates = OptimizerStates.COPIED,
         init: Init | None = None,
+        sample_axes: Mapping[str, int | None] = MappingProxyType({}),
         split_points: Sequence[str] = (),
         keep_whole: Sequence[str] = (),
         verify: Verify | str = Verify.NEVER,
@@ -184,6 +194,7 @@ class Pipeline:
         self._transport_timeout = timeout + datetime.timedelta(seconds=30)
         self._watchdog = job_watchdog(timeout, stall_timeout)
         self._init = init
+        self._sample_axes = dict(sample_axes)
         self._split_points = tuple(split_points)
         self._keep_whole = tuple(keep_whole)
         self._verify = Verify(verify)
@@ -208,7 +219,12 @@ class Pipeline:
 
     def _capture(self, model: nn.Module, batch: Any) -> CapturedModel:
         return capture(
-            model, batch, loss_fn=self._loss_fn, split_points=self._split_points, keep_whole=self._keep_whole
+            model,
+            batch,
+            loss_fn=self._loss_fn,
+            sample_axes=self._sample_axes,
+            split_points=self._split_points,
+            keep_whole=self._keep_whole,
         )
 
     def _build(self, source: StageSource) -> None:
@@ -403,14 +419,14 @@ class Pipeline:
         trained = self._source
         if not isinstance(trained, CapturedModel):
             raise GraphPipeError("run a step first, or make the pipeline with example_batch, before an evaluation")
-        loss_fn = trained.loss_fn
-        key = (kind, signature(batch))
+        options: dict[str, Any] = {"loss_fn": trained.loss_fn, "sample_axes": trained.sample_axes}
+        key = (kind, trained.kind_of(batch))
         if key not in self._evaluated:
             with trained.autocast.applied():
                 if kind == "loss":
-                    self._evaluated[key] = capture_evaluation(trained.model, batch, loss_fn=loss_fn), None
+                    self._evaluated[key] = capture_evaluation(trained.model, batch, **options), None
                 else:
-                    self._evaluated[key] = capture_prediction(trained.model, batch, loss_fn=loss_fn)
+                    self._evaluated[key] = capture_prediction(trained.model, batch, **options)
         captured, structured = self._evaluated[key]
         inputs = captured.flatten_batch(batch)
         with self._watchdog.operation("the comparison of the batches"):
@@ -548,7 +564,7 @@ class Pipeline:
         Raises:
             BatchError: Two ranks were given another number of samples, or other shapes of an input.
         """
-        shapes = [_number(inputs[name].shape[1:]) if name in inputs else 0 for name in source.inputs]
+        shapes = [_number(spec, inputs[name]) if name in inputs else 0 for name, spec in source.inputs.items()]
         table = torch.zeros((dist.get_world_size(), 1 + len(shapes)), dtype=torch.int64)
         table[rank()] = torch.tensor([source.num_samples(inputs), *shapes], dtype=torch.int64)
         self._built().transport.all_reduce(range(len(table)), table)
@@ -727,15 +743,9 @@ class Pipeline:
         return self._executor
 
 
-def signature(batch: Any) -> str:
-    """Return what a capture depends on: names, types, and shapes but for the first axis, of tensors; other values."""
-    leaves, tree = pytree.tree_flatten(batch)
-    told = [(str(x.dtype), tuple(x.shape[1:]), x.dim()) if isinstance(x, Tensor) else repr(x) for x in leaves]
-    return f"{tree} {told}"
-
-
-def _number(shape: Sequence[int]) -> int:
-    """Return a number above zero that differs for another shape."""
+def _number(spec: ValueSpec, tensor: Tensor) -> int:
+    """Return a number above zero that differs for another shape, apart from the number of samples."""
+    shape = [size for i, size in enumerate(tensor.shape) if spec.layout is None or i != spec.layout.axis]
     return 1 + int(hashlib.sha256(str(tuple(shape)).encode()).hexdigest()[:15], 16)
 
 
