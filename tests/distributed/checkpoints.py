@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import signal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.distributed.parity import Part, hand_made
 PLANS: dict[str, list[Part]] = {
     "three": [("a", 2, (0,)), ("b c", 4, (1,)), ("", 2, (2,))],
     "replicas": [("a b", 4, (0, 1)), ("c", 1, (2,)), ("", 8, (3,))],
+    "sharded": [("a b", 4, (0, 1)), ("c", 2, (2, 3)), ("", 8, (2, 3))],
     "two": [("a b", 4, (0,)), ("", 2, (1,))],
     "one": [("a b c", 2, (0,)), ("", 2, (0,))],
 }
@@ -61,7 +63,14 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 def make(plan: str, dropout: float) -> gp.Pipeline:
     captured = capture(Net(dropout), batch_of(8), loss_fn=mean_square)
-    pipeline = gp.Pipeline(captured, hand_made(captured, PLANS[plan], 8), optimizer=adamw, lr_scheduler=schedule)
+    sharing = gp.OptimizerStates.SHARDED if plan == "sharded" else gp.OptimizerStates.COPIED
+    pipeline = gp.Pipeline(
+        captured,
+        hand_made(captured, PLANS[plan], 8),
+        optimizer=adamw,
+        lr_scheduler=schedule,
+        optimizer_states=sharing,
+    )
     torch.manual_seed(rank())
     return pipeline
 
@@ -115,12 +124,17 @@ def train_and_save(folder: str) -> dict[str, Any]:
     return found
 
 
-def resume(folder: str, plan: str, name: str) -> dict[str, Any]:
-    """Take up a checkpoint in new processes and train to the end."""
+def resume(folder: str, plan: str, name: str, then: str = "") -> dict[str, Any]:
+    """Take up a checkpoint in new processes and train to the end, with another checkpoint after the first step."""
     pipeline = make(plan, 0.5 if name == "dropout" else 0.0)
     with gp.Checkpointer(pipeline, Path(folder) / name) as checkpoints:
         step = checkpoints.restore()
-        losses = train(pipeline, checkpoints.remaining(batches()))
+        stream = checkpoints.remaining(batches())
+        losses = train(pipeline, islice(stream, 1))
+        if then:
+            with gp.Checkpointer(pipeline, Path(folder) / then) as others:
+                others.save()
+        losses += train(pipeline, stream)
     return {"step": step, **outcome(pipeline, losses)}
 
 

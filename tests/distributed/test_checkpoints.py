@@ -47,11 +47,18 @@ def test_training_goes_on_under_another_plan(saved: Saved, plan: str, num_proces
         check_close(result, saved.whole[0]["alone"])
 
 
-def check_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found["step"] == 3
+def test_what_replicas_share_is_taken_up_by_one_and_the_other_way_round(saved: Saved) -> None:
+    for result in run_case("checkpoints.resume", 4, saved.folder, "sharded", "plain", "shared"):
+        check_close(result, saved.whole[0]["alone"])
+    for result in run_case("checkpoints.resume", 1, saved.folder, "one", "shared"):
+        check_close(result, saved.whole[0]["alone"], step=4)
+
+
+def check_close(found: dict[str, Any], expected: dict[str, Any], step: int = 3) -> None:
+    assert found["step"] == step
     assert set(found["adam_steps"]) == {6}
     assert set(found["rates"]) <= {0.0025, 0.005}
-    np.testing.assert_allclose(found["losses"], expected["losses"][3:], rtol=RELATIVE)
+    np.testing.assert_allclose(found["losses"], expected["losses"][step:], rtol=RELATIVE)
     assert found["state"].keys() == expected["state"].keys()
     for name, tensor in found["state"].items():
         np.testing.assert_allclose(tensor, expected["state"][name], rtol=RELATIVE, atol=1e-15)
