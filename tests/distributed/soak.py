@@ -99,7 +99,11 @@ def train(folder: str, checkpoints: str, steps: int, incident: dict[str, Any] | 
         for batch in saving.remaining(batch_of(8, seed=s) for s in range(steps)):
             pipeline.step(batch)
             saving.save_if_due()
-            time.sleep(PAUSE_S if plan.rank >= 0 and not plan.place else 0.0)
+            if plan.rank >= 0 and not plan.place:
+                time.sleep(PAUSE_S)
+                # However late the strike comes, the job does not get far before it.
+                while pipeline.num_steps - began >= 6 and not (Path(folder) / "failed_at").exists():
+                    time.sleep(0.01)
     assert pipeline.optimizer is not None
     state = {name: tensor_digest(p) for name, p in pipeline.parameters.items()}
     for i, entry in enumerate(pipeline.optimizer.state.values()):

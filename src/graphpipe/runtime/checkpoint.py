@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,10 +34,8 @@ from graphpipe.runtime.checkpoint_state import (
 from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.plain_data import decode, encode
 from graphpipe.runtime.process_group import rank, world_size
-from graphpipe.runtime.watchdog import joint_operation
+from graphpipe.runtime.watchdog import FILES_TIMEOUT, joint_operation
 
-# Writing the state of a large model takes minutes, and the fastest rank waits for the slowest.
-_TIMEOUT = datetime.timedelta(minutes=30)
 _log = logging.getLogger("graphpipe.checkpoint")
 # What reading a manifest that another program wrote may raise.
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
@@ -113,8 +110,8 @@ class Checkpointer:
         self._batches_before = 0
         self._random_before: dict[str, Any] | None = None
         self._is_half_restored = False
-        with joint_operation("the opening of the checkpoints", _TIMEOUT):
-            self._ranks = Agreement(_TIMEOUT)
+        with joint_operation("the opening of the checkpoints", FILES_TIMEOUT):
+            self._ranks = Agreement(FILES_TIMEOUT)
             held = set().union(*self._ranks.gather(own))
             self._unheld = sorted(set(model_tensors(pipeline.model)) - held)
             # A job may save where there was nothing, or what follows a checkpoint that it took up.
@@ -175,7 +172,7 @@ class Checkpointer:
                 f"{str(self._folder.path)!r} has a checkpoint of step {self._older_step}, which this job, at step "
                 f"{step}, did not go on from; restore it before the first step, or name another folder"
             )
-        with joint_operation("the saving of a checkpoint", _TIMEOUT):
+        with joint_operation("the saving of a checkpoint", FILES_TIMEOUT):
             state = self._ranks.everywhere(self._state)
             self._ranks.on_first_rank(lambda: self._folder.begin(step))
             if self._saving is Saving.ASYNCHRONOUS:
@@ -194,7 +191,7 @@ class Checkpointer:
         writing, self._writing = self._writing, None
         if writing is not None:
             try:
-                with joint_operation("the end of the saving of a checkpoint", _TIMEOUT):
+                with joint_operation("the end of the saving of a checkpoint", FILES_TIMEOUT):
                     writing.join()
             except CheckpointError:
                 self._saved_step = None
@@ -312,7 +309,7 @@ class Checkpointer:
             CheckpointError: The checkpoint is damaged, of another model, or there is none of this step.
         """
         self.wait()
-        with joint_operation("the taking up of a checkpoint", _TIMEOUT):
+        with joint_operation("the taking up of a checkpoint", FILES_TIMEOUT):
             found = self._ranks.on_first_rank(lambda: self._find(step))
             if found is None:
                 return 0

@@ -30,8 +30,15 @@ def save_model(state: Mapping[str, Any], path: str | Path) -> None:
             raise GraphPipeError(
                 f"{name!r} of the model's state_dict is {type(entry).__name__}; only tensors are saved"
             )
-    # A copy each: safetensors takes no two tensors that share memory.
-    tensors = {name: entry.detach().cpu().clone(memory_format=torch.contiguous_format) for name, entry in state.items()}
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, entry in state.items():
+        # safetensors takes no two tensors that share memory, and no part of a larger one.
+        memory = entry.untyped_storage()
+        is_alone = memory.data_ptr() not in seen and memory.nbytes() == entry.nbytes and entry.is_contiguous()
+        seen.add(memory.data_ptr())
+        copied = entry.detach().cpu()
+        tensors[name] = copied if is_alone else copied.clone(memory_format=torch.contiguous_format)
     with replacing(path) as draft:
         try:
             save_file(tensors, draft)

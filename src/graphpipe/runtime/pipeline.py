@@ -51,7 +51,7 @@ from graphpipe.runtime.update import (
     counted_parameters,
     make_optimizer,
 )
-from graphpipe.runtime.watchdog import DEFAULT_STALL_TIMEOUT, job_watchdog
+from graphpipe.runtime.watchdog import DEFAULT_STALL_TIMEOUT, FILES_TIMEOUT, job_watchdog
 from graphpipe.schedule import ModelCosts, kfkb
 from graphpipe.stage import StageGraph
 from graphpipe.strategy import Strategy
@@ -655,9 +655,13 @@ class Pipeline:
         It has every parameter and every buffer that the model's own would have, so the unwrapped model loads it with
         ``strict=True``. Parameters and buffers that the loss does not depend on are as they were.
         """
+        return self._whole_state(range(dist.get_world_size()))
+
+    def _whole_state(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Return the model's state on some ranks. On the others it has only what they hold."""
         first = {id(t): n for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         whole = self.model.state_dict(keep_vars=True)
-        found = self._gather(self.tensors)
+        found = self._gather(self.tensors, ranks)
         return {n: found.get(first.get(id(t), n), t.detach() if isinstance(t, Tensor) else t) for n, t in whole.items()}
 
     def save_model(self, path: str | Path) -> None:
@@ -668,9 +672,9 @@ class Pipeline:
         Raises:
             GraphPipeError: The file cannot be written. Every rank hears of it.
         """
-        state = self.gather_state_dict()
+        state = self._whole_state([0])
         failure = ""
-        with self._watchdog.operation("the writing of the model"):
+        with self._watchdog.operation("the writing of the model", FILES_TIMEOUT):
             if rank() == 0:
                 try:
                     save_model(state, path)
@@ -684,25 +688,33 @@ class Pipeline:
         """Return the gradient of every parameter that has one, dense, on every rank. All ranks must call this."""
         return self._gather({n: p.grad.to_dense() for n, p in self._built().parameters.items() if p.grad is not None})
 
-    def _gather(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Let each tensor's lowest rank broadcast it. Names, shapes and types travel as text."""
-        with self._watchdog.operation("the gathering of tensors"):
-            return self._gather_all(mine)
+    def _gather(self, mine: Mapping[str, Tensor], ranks: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """Let each tensor's lowest rank broadcast it. Names, shapes and types travel as text.
 
-    def _gather_all(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        Args:
+            mine: This rank's tensors.
+            ranks: Those that keep what they get; by default all.
+        """
+        with self._watchdog.operation("the gathering of tensors", FILES_TIMEOUT):
+            return self._gather_all(mine, keeps=ranks is None or rank() in ranks)
+
+    def _gather_all(self, mine: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor]:
         header = json.dumps({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
         found: dict[str, Tensor] = {}
+        seen: set[str] = set()
         for source in range(dist.get_world_size()):
             layout = json.loads(_broadcast_text(header, source))
             for name, (shape, dtype) in layout.items():
-                if name in found:
+                if name in seen:
                     continue
+                seen.add(name)
                 if source == rank():
                     tensor = mine[name].cpu().contiguous().clone()
                 else:
                     tensor = torch.empty(shape, dtype=getattr(torch, dtype))
                 dist.broadcast(tensor, src=source)
-                found[name] = tensor
+                if keeps:
+                    found[name] = tensor
         return found
 
     def trace(self) -> Trace:

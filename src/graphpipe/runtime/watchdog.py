@@ -45,6 +45,8 @@ from graphpipe.schedule import Phase, Task
 Broadcast = Callable[[str, int], str]
 """Returns the text of the rank with this number, on every rank."""
 
+# Writing or moving the state of a large model takes minutes, and the fastest rank waits for the slowest.
+FILES_TIMEOUT = datetime.timedelta(minutes=30)
 DEFAULT_STALL_TIMEOUT = datetime.timedelta(seconds=7)
 # What torch raises where another rank does not answer, and little else.
 _BROKEN_CONNECTION = (RuntimeError, OSError)
