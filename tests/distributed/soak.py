@@ -31,7 +31,7 @@ PARTS = [("a", 4, (0, 1)), ("b", 2, (2,)), ("", 2, (2,))]
 PLACES = [
     ["0F0", "0F1", "0B0", "0B1", "wait 0B0", "sum", "optimizer"],
     ["0F0", "0F1", "0B0", "0B1", "wait 0B1", "sum", "optimizer"],
-    ["1F0", "1F2", "1B0", "1B3", "2F3", "2B1", "wait 1F1", "wait 2B2", "optimizer"],
+    ["1F0", "1F2", "1B0", "1B3", "2F3", "2B1", "wait 1F1", "wait 2F2", "optimizer"],
 ]
 # A job that is struck from outside takes its time, so that it is still there.
 PAUSE_S = 0.03
@@ -133,8 +133,8 @@ def run(server: JobServer, folder: Path, steps: int, incidents: list[Incident], 
             _strike(here, incident, limit_s)
         end = server.wait(here, limit_s)
         assert not end.left_over, (incident, end.left_over)
-        if any(end.codes):
-            assert incident is not None, end.output
+        assert any(end.codes) == (incident is not None), (incident, end.output)
+        if incident is not None:
             assert all(end.codes), (incident, end)
             happened += 1
             messages += [line for line in end.output.splitlines() if line.startswith("error:")][:1]

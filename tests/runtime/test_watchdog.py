@@ -42,6 +42,22 @@ def test_every_instruction_has_a_place_that_names_task_and_edges(watchdog: Watch
                     assert place.kind is PlaceKind.WAIT
 
 
+def test_runs_are_counted_by_program_and_shapes(watchdog: Watchdog) -> None:
+    stages = make_stages(DIAMOND, mini_batch_size=4)
+    programs = [lower(stages, kfkb(stages)), lower(make_stages(DIAMOND, mini_batch_size=8), kfkb(stages))]
+    seen = []
+    for program, length in [(0, 5), (0, 5), (0, 9), (0, 5), (1, 5), (0, 9)]:
+        watchdog.place(programs[program], 0, shapes=(("x", 4, length),))
+        with watchdog.step(1):
+            seen.append(watchdog.cells[Cell.RUNS])
+    assert seen == [0, 1, 0, 2, 0, 1]
+    watchdog.place(programs[0], 0, shapes=(("x", 4, 5),))
+    with pytest.raises(ZeroDivisionError), watchdog.step(1):
+        raise ZeroDivisionError
+    with watchdog.step(1):
+        assert watchdog.cells[Cell.RUNS] == 3  # One that failed does not count.
+
+
 def test_joint_operations_are_counted_and_nest(watchdog: Watchdog) -> None:
     cells = watchdog.cells
     with watchdog.step(7):

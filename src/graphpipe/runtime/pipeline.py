@@ -231,7 +231,8 @@ class Pipeline:
         self.strategy.check_model(source.graph)
         join(self.strategy, self._transport_timeout)
         self._watchdog.start(rank(), world_size(), _broadcast_text)
-        with self._watchdog.operation("the comparison of the strategies and parameters"):
+        limit = None if self._init is None else FILES_TIMEOUT
+        with self._watchdog.operation("the comparison of the strategies and parameters", limit):
             check_agreement("strategies", _digest(self.strategy), "load the same strategy")
             check_agreement(
                 "shapes or types between stages", _specs_digest(source), "use the same versions and options"
@@ -478,7 +479,8 @@ class Pipeline:
             self._complete_gradients(before)
             finished.append(self.update() if updates else UpdateResult())
 
-        self._executor.first_place = self._watchdog.place(program, rank())
+        shapes = tuple((name, *tensor.shape) for name, tensor in inputs.items())
+        self._executor.first_place = self._watchdog.place(program, rank(), shapes)
         with self._watchdog.step(self.num_steps + 1):
             loss = self._executor.run(program, inputs, finish if updates else None)
             if not finished:  # also on a rank without a stage, whose program is empty

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -68,8 +68,8 @@ class Watchdog:
         self._limits = _limits(timeout, stall_timeout)
         self._places: list[Place] = [OUTSIDE]
         self._bases: dict[tuple[Program, int], int] = {}
-        self._runs: Counter[int] = Counter()
-        self._base = 0
+        self._runs: Counter[Hashable] = Counter()
+        self._running: Hashable = None
         self._operations: dict[tuple[str, float | None], int] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -144,16 +144,22 @@ class Watchdog:
                 sys.stderr.flush()
                 os._exit(70)
 
-    def place(self, program: Program, device: int) -> int:
-        """Return the place of a device's first instruction; the others follow in sequence."""
+    def place(self, program: Program, device: int, shapes: Hashable = None) -> int:
+        """Return the place of a device's first instruction; the others follow in sequence.
+
+        Args:
+            program: What the next `step` runs.
+            device: Whose instructions.
+            shapes: Of the inputs: with others, tasks may take longer than they ever did.
+        """
         key = (program, device)
         if key not in self._bases:
             self._bases[key] = len(self._places)
             found = [_place_of(instruction, program) for instruction in program.instructions[device]]
             self._places += found
             self._tell_places(found)
-        self._base = self._bases[key]
-        return self._base
+        self._running = (*key, shapes)
+        return self._bases[key]
 
     @contextmanager
     def operation(self, text: str, limit: datetime.timedelta | None = None) -> Iterator[None]:
@@ -188,7 +194,7 @@ class Watchdog:
         cells = self.cells
         cells[Cell.OPERATION] += 1
         cells[Cell.STEP] = number
-        cells[Cell.RUNS] = self._runs[self._base]
+        cells[Cell.RUNS] = self._runs[self._running]
         try:
             yield
         except Exception as error:
@@ -200,7 +206,7 @@ class Watchdog:
                 self._echo(error)
             raise  # The place stays: the watchdog may look at it later.
         cells[Cell.PLACE] = 0
-        self._runs[self._base] += 1
+        self._runs[self._running] += 1
 
     def _echo(self, error: Exception) -> None:
         """Say that a message failed, and wait to be ended: whoever failed first is to be named first."""
