@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, Kind, SampleClass
+from graphpipe.capture.classification import Classification
 from graphpipe.capture.export import Mode, ModelWithLoss, export_graph
-from graphpipe.capture.probe import NUM_SAMPLES, Classification, classify
+from graphpipe.capture.probe import classify
 from graphpipe.capture.training_graph import TrainingGraph, clean
+from graphpipe.capture.trial import NUM_SAMPLES
 
 
 class Body(nn.Module):
@@ -25,13 +27,17 @@ class Body(nn.Module):
         return self.body(x * self.scale)
 
 
-def probe(body: Callable[[Tensor], Tensor]) -> tuple[TrainingGraph, Classification]:
-    model, batch = Body(body), torch.randn(4, 3, 4)
+def exported(model: nn.Module, batch: Tensor) -> tuple[TrainingGraph, dict[str, Tensor]]:
+    """Return the graph of a model that returns its loss, and a batch to probe it with."""
     layout = BatchLayout.of(batch, ["x"], {}, {})
     flat = layout.flatten(batch)
     module, leaves = export_graph(ModelWithLoss(model, layout, None), list(flat.values()), layout, {}, Mode.TRAIN)
-    graph = clean(module, model, layout, {}, leaves)
-    return graph, classify(graph, resize(layout, flat, NUM_SAMPLES))
+    return clean(module, model, layout, {}, leaves), resize(layout, flat, NUM_SAMPLES)
+
+
+def probe(body: Callable[[Tensor], Tensor]) -> tuple[TrainingGraph, Classification]:
+    graph, batch = exported(Body(body), torch.randn(4, 3, 4))
+    return graph, classify(graph, batch)
 
 
 def class_of(name: str, body: Callable[[Tensor], Tensor]) -> SampleClass:

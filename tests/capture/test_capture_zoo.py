@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpipe.capture import CapturedModel, LossReduction, capture
+from graphpipe.capture import CapturedModel, LossReduction, capture, probe
+from graphpipe.capture.trial import NUM_SAMPLES
 from tests.capture.conftest import random_partition, train_eagerly, train_in_stages
 from tests.capture.zoo import ZOO, ZooModel, captured_zoo, gpt2, loss_of
 
@@ -47,6 +48,20 @@ def check_partitions(entry: ZooModel, model: nn.Module, captured: CapturedModel,
 def test_random_partitions_train_as_one_process(name: str) -> None:
     model, captured = captured_zoo(name)
     check_partitions(ZOO[name], model, captured, PARTITIONS)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_rules_agree_with_trials(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, captured = captured_zoo(name)
+    with ZOO[name].in_its_dtype():
+        batch = captured.resize_batch(captured.flatten_batch(ZOO[name].batch(4)), NUM_SAMPLES)
+        monkeypatch.setattr(probe, "class_by_structure", lambda *_: None)
+        monkeypatch.setattr(probe, "FEW_CLASSES", 10**6)
+        by_trials = probe.classify(captured._training_graph, batch)
+    by_rules = captured._classification
+    assert by_rules.classes == by_trials.classes
+    assert by_rules.batch_wise == by_trials.batch_wise
+    assert by_rules.counted_targets == by_trials.counted_targets
 
 
 def batch_wise(captured: CapturedModel) -> list[str]:

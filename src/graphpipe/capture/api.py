@@ -27,9 +27,10 @@ from graphpipe.capture.export import (
 )
 from graphpipe.capture.keeping import next_kept
 from graphpipe.capture.leaves import UntraceableModuleError
-from graphpipe.capture.probe import NUM_SAMPLES, classify
+from graphpipe.capture.probe import classify
 from graphpipe.capture.specs import LossReduction
 from graphpipe.capture.training_graph import TrainingGraph, clean
+from graphpipe.capture.trial import NUM_SAMPLES
 from graphpipe.capture.units import Granularity, form_units
 from graphpipe.capture.wishes import Wishes
 

@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.classes import SampleClass
+from graphpipe.capture.classification import Classification
 from graphpipe.capture.describe import LOSS, Description
 from graphpipe.capture.export import LossFunction
 from graphpipe.capture.nodes import is_random, read_sparsely
-from graphpipe.capture.probe import Classification
 from graphpipe.capture.specs import LossReduction, ValueSpec
 from graphpipe.capture.stage_module import StageModule, build_stage
 from graphpipe.capture.training_graph import TrainingGraph

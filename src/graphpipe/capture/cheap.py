@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from graphpipe.capture.accounting import Accounting
 from graphpipe.capture.classes import Kind
+from graphpipe.capture.classification import Classification
 from graphpipe.capture.grouping import Groups
 from graphpipe.capture.nodes import inputs_of, is_heavy, is_random, operator_name, storages, written_by
-from graphpipe.capture.probe import Classification
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
 
 # The share of the model's operations that a matrix product may cost and still be repeated, such as rotary tables.

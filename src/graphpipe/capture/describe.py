@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from graphpipe.capture.accounting import Accounting
 from graphpipe.capture.cheap import is_light
 from graphpipe.capture.classes import Kind
+from graphpipe.capture.classification import Classification
 from graphpipe.capture.naming import place_of, unit_names
 from graphpipe.capture.nodes import inputs_of, storages, tensors_of, written_by
-from graphpipe.capture.probe import Classification
 from graphpipe.capture.sizes import size_expression
 from graphpipe.capture.specs import SampleLayout, ValueSpec
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from graphpipe.capture.classification import Classification
 from graphpipe.capture.nodes import module_path, storages, tensors_of, value_of, written_by
-from graphpipe.capture.probe import Classification
 from graphpipe.capture.training_graph import TrainingGraph
 
 

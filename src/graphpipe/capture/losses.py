@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from graphpipe.capture.nodes import argument_of, operator_name
@@ -22,6 +23,8 @@ _PLAIN = frozenset({
     "hinge_embedding_loss", "margin_ranking_loss", "triplet_margin_loss", "poisson_nll_loss", *_CLASSIFICATION,
 })  # fmt: skip
 _MEAN_REDUCTION = 1
+# Enough to try a loss with.
+FEW_CLASSES = 16
 
 
 def is_plain_loss(node: fx.Node) -> bool:
@@ -42,6 +45,18 @@ def counted_targets(node: fx.Node, values: Mapping[fx.Node, Any], num_samples: i
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
     return int((target != argument_of(node, "ignore_index")).sum()) // num_samples
+
+
+def is_classification(node: fx.Node) -> bool:
+    """Return whether an operator is a loss of scores by class that treats all classes alike."""
+    return operator_name(node) in _CLASSIFICATION and is_plain_loss(node)
+
+
+def among_few_classes(target: Tensor, ignore_index: int) -> Tensor:
+    """Return targets below `FEW_CLASSES`, as many of them ignored."""
+    few = target % (FEW_CLASSES - 1)
+    few = torch.where(few == ignore_index, torch.full_like(few, FEW_CLASSES - 1), few)
+    return torch.where(target == ignore_index, target, few)
 
 
 def check_targets(target: Tensor, ignore_index: int, expected: int) -> Tensor:

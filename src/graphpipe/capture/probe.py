@@ -1,14 +1,14 @@
 """Find how every tensor of a model depends on the samples of a batch, by trying it.
 
-The graph runs on a batch of six samples, operation by operation. Each operation is then run again on the first two and
-on the last four samples, reading the matching *rows of the full run's values*, so that what came before cannot blur the
-answer. If the results are the matching rows of the full result, the operation treats samples one by one. If the full
-result is the mean or the sum of the two, it is a loss that micro-batches may share. Otherwise the operation mixes
-samples, and needs the whole mini-batch.
+The class of most operations follows from their arguments: matrix products, and what leaves every row to its sample.
+What remains runs on a batch of six samples, and again on the first two and on the last four of them, reading the
+matching *rows of the full run's values*, so that what came before cannot blur the answer. If the results are the
+matching rows of the full result, the operation treats samples one by one. If the full result is the mean or the sum of
+the two, it is a loss that micro-batches may share. Otherwise the operation mixes samples, and needs the whole
+mini-batch.
 
-Because each operation is tested by itself, any numbers do: parameters are replaced by random ones, and matrix products,
-whose classes follow from their shapes, are not computed. So a probe needs no parameter of the model, and works for
-models on the meta device.
+Because each operation is tested by itself, any numbers do: parameters are replaced by random ones, and matrix products
+are not computed. So a probe needs no parameter of the model, and works for models on the meta device.
 
 Numbers decide only where structure leaves a choice. Whatever has no rows of its own and is not a known linear
 reduction counts as mixing samples: the answer is then exact, if slower.
@@ -18,72 +18,45 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, MIXED, SUM, WHOLE, Kind, SampleClass
-from graphpipe.capture.evaluate import run_node, value_from_inputs
+from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, MIXED, WHOLE, Kind, SampleClass
+from graphpipe.capture.classification import Classification
+from graphpipe.capture.evaluate import value_from_inputs
 from graphpipe.capture.filling import has_place_for_each
 from graphpipe.capture.keeping import leaf_of
 from graphpipe.capture.leaves import ModuleLeaf
-from graphpipe.capture.losses import counted_targets, is_plain_loss
-from graphpipe.capture.mixing import grouped_product, is_product_of_rows, lasting_mixtures, starts_mixing
+from graphpipe.capture.losses import FEW_CLASSES, among_few_classes, counted_targets, is_classification
+from graphpipe.capture.mixing import lasting_mixtures, starts_mixing
 from graphpipe.capture.nodes import (
     argument_of,
     inputs_of,
     is_random,
-    is_size,
     mixes_in_backward,
     only_drops,
     operator_name,
-    storages,
     subgraphs,
     value_of,
     written_by,
 )
-from graphpipe.capture.rules import class_by_rule
-from graphpipe.capture.stand_ins import ProbeArguments, RandomNumbers, in_double, perturbed, random_windows
-from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
+from graphpipe.capture.own_backward import treats_samples_alike
+from graphpipe.capture.probe_values import ProbeValues
+from graphpipe.capture.product_rules import class_of_product
+from graphpipe.capture.repeats import signature
+from graphpipe.capture.row_rules import class_by_structure
+from graphpipe.capture.shared_sums import is_linear, may_reduce, spread
+from graphpipe.capture.stand_ins import in_double, perturbed
+from graphpipe.capture.training_graph import TrainingGraph
+from graphpipe.capture.trial import NUM_SAMPLES, PARTS, is_unchanged, mean_or_sum, rows_by_shape, rows_of_parts
 from graphpipe.errors import CaptureError
 
-NUM_SAMPLES = 6
-_SPLIT = 2  # the parts are samples 0-1 and 2-5
-
-# Operators whose result over samples may be a sum or a weighted mean of those of parts.
-_REDUCTIONS = frozenset({"sum", "mean", "matmul", "mm", "bmm", "linear", "dot", "vdot", "mv", "einsum", "nansum"})
-# Linear in one argument when the others do not depend on the batch: the index of that argument, or None for all.
-_LINEAR: Mapping[str, int | None] = {
-    **dict.fromkeys(("add", "sub", "rsub", "stack", "cat"), None),
-    **dict.fromkeys(
-        ("mul", "div", "true_divide", "neg", "to", "_to_copy", "clone", "alias", "contiguous", "view", "reshape",
-         "squeeze", "unsqueeze", "expand", "sum", "mean", "select", "slice", "getitem", "permute", "transpose", "t",
-         "view_as", "reshape_as", "type_as", "flatten", "unbind", "float", "double"), 0),
-}  # fmt: skip
 # Operators that read the shape of a tensor and not its values.
 _SHAPE_ONLY = ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
-
-
-@dataclass(frozen=True, eq=False)
-class Classification:
-    """How the tensors of a graph depend on the samples of a batch.
-
-    Attributes:
-        classes: By node: a class, or a tuple of them where the operation gives several tensors.
-        batch_wise: The operations that need the whole mini-batch.
-        counted_targets: For the classification losses that micro-batches share, how many targets of each sample count.
-        filled: The operations that put rows into the places of a mask, as many for each sample as it has places. That
-            is to be checked for every micro-batch.
-    """
-
-    classes: Mapping[fx.Node, Any]
-    batch_wise: frozenset[fx.Node]
-    counted_targets: Mapping[fx.Node, int]
-    filled: frozenset[fx.Node]
 
 
 def classify(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Classification:
@@ -147,18 +120,15 @@ class _Probe:
         self.example = {placeholder: example[name] for name, placeholder in graph.inputs.items()}
         self.mixing = mixing
         self.device = next(iter(tensors.values())).device
-        self.values: dict[fx.Node, Any] = {}
+        self.values = ProbeValues(graph, tensors)
         # The parts' own results, for sums, means and counts: they are no rows of the full result.
-        self.parts: tuple[dict[fx.Node, Any], dict[fx.Node, Any]] = ({}, {})
+        self.parts: tuple[dict[fx.Node, Any], ...] = tuple({} for _ in PARTS)
         self.classes: dict[fx.Node, Any] = {}
         self.batch_wise: set[fx.Node] = set()
         self.counted: dict[fx.Node, int] = {}
         self.filled: set[fx.Node] = set()
         self._known: dict[tuple[Any, ...], SampleClass] = {}
-        self._adapt = ProbeArguments()
-        self._numbers = RandomNumbers(self.device)
-        for name, placeholder in graph.inputs.items():
-            self.values[placeholder] = in_double(tensors[name])
+        for placeholder in graph.inputs.values():
             axes = [i for i, size in enumerate(value_of(placeholder).shape) if graph.depends_on_batch(size)]
             self.classes[placeholder] = SampleClass(Kind.PER_SAMPLE, axes[0]) if axes else INDEPENDENT
         for node in graph.attributes:
@@ -168,43 +138,38 @@ class _Probe:
         """Classify every operation."""
         last_reader = {read: node for node in self.graph.operations for read in inputs_of(node)}
         for node in self.graph.operations:
-            for read in inputs_of(node):
-                if read in self.graph.attributes and read not in self.values:
-                    self.values[read] = self._stand_in(read)
             self._classify(node)
-            for read in list(inputs_of(node)):
+            for read in inputs_of(node):
                 if last_reader[read] is node:
-                    for values in (self.values, *self.parts):
-                        values.pop(read, None)
-        self._spread_over_sums()
-        return Classification(self.classes, frozenset(self.batch_wise), self.counted, frozenset(self.filled))
-
-    def _stand_in(self, node: fx.Node) -> Tensor:
-        """A tensor in the place of one of the model: random for parameters, which may be zero now and not later."""
-        attribute = self.graph.attributes[node]
-        if attribute.kind is AttributeKind.PARAMETER or attribute.tensor.is_meta:
-            if not attribute.tensor.is_floating_point():
-                return torch.zeros(attribute.tensor.shape, dtype=attribute.tensor.dtype)
-            return random_windows(tuple(attribute.tensor.shape), self.device)
-        return in_double(attribute.tensor.detach())
+                    self.values.forget(read)
+                    for parts in self.parts:
+                        parts.pop(read, None)
+        batch_wise = spread(self.graph, self.classes, self.batch_wise)
+        counted = {node: count for node, count in self.counted.items() if node not in batch_wise}
+        return Classification(self.classes, frozenset(batch_wise), counted, frozenset(self.filled))
 
     def _classify(self, node: fx.Node) -> None:
-        by_rule = class_by_rule(node, self.classes)
+        by_rule = class_of_product(node, self.classes)
         if by_rule is None and self._fills_each_sample(node):
             by_rule = SampleClass(Kind.PER_SAMPLE)
             self.filled.add(node)
         if by_rule is not None:
             self.classes[node] = by_rule
-            shape = self.graph.shape_at(value_of(node), NUM_SAMPLES)
-            numbers = self._numbers.draw(shape)
-            is_written = bool(storages(node) & self.graph.written_storages)
-            self.values[node] = numbers.clone() if is_written else numbers
+            self.values.draw_later(node)
             return
-        signature = self._signature(node)
-        if signature is not None and signature in self._known:
-            self.classes[node] = self._known[signature]
-            self.values[node] = self._run(node, self.values, NUM_SAMPLES)
+        repeated = signature(self.graph, node, self.classes)
+        by_structure = class_by_structure(self.graph, node, self.classes) or self._known.get(repeated or ())
+        if by_structure is not None:
+            self.classes[node] = by_structure
+            self.values.run_later(node)
             return
+        self._try(node)
+        found = self.classes[node]
+        if repeated is not None and node not in self.batch_wise and found.kind is Kind.PER_SAMPLE:
+            self._known[repeated] = found
+
+    def _try(self, node: fx.Node) -> None:
+        """Classify an operation by running it."""
         leaf_code = leaf_of(node)
         if isinstance(leaf_code, ModuleLeaf):
             self._take_as_whole(node)
@@ -218,19 +183,20 @@ class _Probe:
             or self.graph.writes_buffer(node)
             or mixes_in_backward(node)
             or self._writes_shared(node, kinds)
-            or ({Kind.MEAN, Kind.SUM} & kinds and not self._is_linear(node))
+            or ({Kind.MEAN, Kind.SUM} & kinds and not is_linear(node, self.classes))
         )
         draws = is_random(node) and not only_drops(node) and not subgraphs(node)
         if must_be_whole:
             self.batch_wise.add(node)
+        given = self._given(node)
         parts: list[Any] | None = None
         if not must_be_whole and not draws:
             try:
                 # Before the full run: an operation in place changes what it reads.
-                parts = [self._run_part(node, k) for k in (0, 1)]
+                parts = [self._run_part(node, given, k) for k in range(len(PARTS))]
             except Exception:  # whatever an operator says of sizes that don't fit together
                 parts = None
-        self.values[node] = self._run(node, self.values, NUM_SAMPLES)
+        self.values[node] = self.values.run(node, given, NUM_SAMPLES)
         recorded = value_of(node)
         leaves, tree = pytree.tree_flatten(self.values[node])
         fakes = pytree.tree_leaves(recorded)
@@ -246,7 +212,7 @@ class _Probe:
                 is_chance = Kind.MIXED in kinds and operator_name(node) in _SHAPE_ONLY
                 found.append(MIXED if may_mix and (compared is WHOLE or is_chance) else compared)
             else:
-                by_shape = _rows_by_shape(self.graph, fake)
+                by_shape = rows_by_shape(self.graph, fake)
                 found.append(by_shape if by_shape is not None else WHOLE)
                 if not draws or by_shape is None or "perm" in operator_name(node):
                     self.batch_wise.add(node)
@@ -254,26 +220,25 @@ class _Probe:
             # Rows are a matter of convention for the result of an operation that mixes samples; readers are tested.
             self.batch_wise.add(node)
             found = [
-                (_rows_by_shape(self.graph, fake) or f) if f.kind is Kind.WHOLE else f
+                (rows_by_shape(self.graph, fake) or f) if f.kind is Kind.WHOLE else f
                 for f, fake in zip(found, fakes, strict=True)
             ]
-        elif leaf_code is not None and not self._function_treats_samples_alike(node, found):
+        elif leaf_code is not None and not treats_samples_alike(node, found, self.values, self.classes):
             self.batch_wise.add(node)
         elif parts is not None:
-            for k in (0, 1):
-                self.parts[k][node] = parts[k]
+            if any(f.kind not in (Kind.PER_SAMPLE, Kind.INDEPENDENT) for f in found):
+                for own, part in zip(self.parts, parts, strict=True):
+                    own[node] = part
             count = counted_targets(node, self.values, NUM_SAMPLES)
             if count is not None and MEAN in found:
                 self.counted[node] = count
         self.classes[node] = pytree.tree_unflatten(found, tree)
-        if signature is not None and node not in self.batch_wise and found[0].kind is Kind.PER_SAMPLE:
-            self._known[signature] = found[0]
 
     def _take_as_whole(self, node: fx.Node) -> None:
         """Let an operation mix samples without running it: what it does with others is not known."""
         self.batch_wise.add(node)
         leaves, tree = pytree.tree_flatten(value_of(node))
-        self.classes[node] = pytree.tree_unflatten([_rows_by_shape(self.graph, leaf) or WHOLE for leaf in leaves], tree)
+        self.classes[node] = pytree.tree_unflatten([rows_by_shape(self.graph, leaf) or WHOLE for leaf in leaves], tree)
         made = [torch.zeros(self.graph.shape_at(leaf, NUM_SAMPLES), dtype=leaf.dtype) for leaf in leaves]
         made = [torch.rand_like(in_double(leaf)) if leaf.is_floating_point() else leaf for leaf in made]
         self.values[node] = pytree.tree_unflatten([leaf.to(self.device) for leaf in made], tree)
@@ -295,28 +260,18 @@ class _Probe:
         shapes = [self.graph.shape_at(value_of(argument), NUM_SAMPLES) for argument in (target, source)]
         return has_place_for_each(places.expand(shapes[0]), math.prod(shapes[1]) // NUM_SAMPLES)
 
-    def _signature(self, node: fx.Node) -> tuple[Any, ...] | None:
-        """What decides the class of an operation on floats, such as those that each layer of a model repeats.
-
-        None where values may matter as well, as indices and masks do.
-        """
-        if written_by(node) or subgraphs(node) or is_random(node) or not isinstance(value_of(node), Tensor):
-            return None
-        read = []
-        for argument in inputs_of(node):
-            fake, found = value_of(argument), self.classes[argument]
-            is_fixed = (
-                argument in self.graph.attributes
-                and self.graph.attributes[argument].kind is not AttributeKind.PARAMETER
-            )
-            if not isinstance(fake, Tensor) or not fake.is_floating_point() or is_fixed:
-                return None
-            if argument not in self.graph.attributes and found.kind is not Kind.PER_SAMPLE:
-                return None
-            read.append((self.graph.shape_at(fake, NUM_SAMPLES), found))
-        numbers: list[fx.Node] = []
-        structure = fx.node.map_arg((node.args, dict(node.kwargs)), lambda a: _place(a, numbers))
-        return str(node.target), str(structure), tuple(str(value_of(n)) for n in numbers), tuple(read)
+    def _given(self, node: fx.Node) -> dict[fx.Node, Any]:
+        """The values that an operation is tried on: its arguments, or scores and targets for fewer classes."""
+        smaller: dict[fx.Node, Any] = {}
+        if is_classification(node):
+            scores, target = argument_of(node, "self"), argument_of(node, "target")
+            shape = self.graph.shape_at(value_of(scores), NUM_SAMPLES)
+            found = self.classes[scores]
+            has_rows = found.kind is Kind.INDEPENDENT or (found.kind is Kind.PER_SAMPLE and found.axis != 1)
+            if has_rows and len(shape) > 1 and shape[1] > FEW_CLASSES and not value_of(target).is_floating_point():
+                smaller[scores] = self.values.numbers((shape[0], FEW_CLASSES, *shape[2:]))
+                smaller[target] = among_few_classes(self.values[target], argument_of(node, "ignore_index"))
+        return {read: smaller[read] if read in smaller else self.values[read] for read in inputs_of(node)}
 
     def _is_unused(self, node: fx.Node, i: int) -> bool:
         """Whether nothing reads entry `i` of a tuple, such as the bookkeeping that ``embedding_bag`` returns."""
@@ -324,12 +279,12 @@ class _Probe:
         is_flat = isinstance(value_of(node), tuple | list) and all(r.target is operator.getitem for r in readers)
         return is_flat and all(r.args[1] != i for r in readers)
 
-    def _run_part(self, node: fx.Node, k: int) -> Any:
-        start, stop = ((0, _SPLIT), (_SPLIT, NUM_SAMPLES))[k]
+    def _run_part(self, node: fx.Node, given: Mapping[fx.Node, Any], k: int) -> Any:
+        start, stop = PARTS[k]
         writes = bool(written_by(node)) or bool(subgraphs(node))
         values: dict[fx.Node, Any] = {}
-        for read in inputs_of(node):
-            leaves, tree = pytree.tree_flatten(self.values[read])
+        for read, value in given.items():
+            leaves, tree = pytree.tree_flatten(value)
             own = pytree.tree_leaves(self.parts[k].get(read))
             taken = []
             for i, (leaf, kind) in enumerate(zip(leaves, pytree.tree_leaves(self.classes[read]), strict=True)):
@@ -342,93 +297,23 @@ class _Probe:
                 else:
                     taken.append(own[i])
             values[read] = pytree.tree_unflatten(taken, tree)
-        return self._run(node, values, stop - start)
-
-    def _function_treats_samples_alike(self, node: fx.Node, found: Sequence[SampleClass]) -> bool:
-        """Whether the gradients of a custom function's arguments are those of the parts, as its results are."""
-        if any(f.kind not in (Kind.PER_SAMPLE, Kind.INDEPENDENT) for f in found):
-            return False
-        results = pytree.tree_leaves(self.values[node])
-        seeds = [torch.rand_like(leaf) if leaf.is_floating_point() else leaf for leaf in results]
-        spans = ((0, NUM_SAMPLES), (0, _SPLIT), (_SPLIT, NUM_SAMPLES))
-        gradients = []
-        for start, stop in spans:
-            values = {
-                read: self._rows_of(read, start, stop).detach().requires_grad_() for read in inputs_of(node)
-                if isinstance(self.values[read], Tensor) and self.values[read].is_floating_point()
-            }  # fmt: skip
-            rest = {read: self._rows_of(read, start, stop) for read in inputs_of(node) if read not in values}
-            with torch.enable_grad():
-                made = pytree.tree_leaves(self._run(node, {**rest, **values}, stop - start))
-            given = [
-                f.part(seed, start, stop, NUM_SAMPLES) if f.kind is Kind.PER_SAMPLE else seed
-                for f, seed in zip(found, seeds, strict=True)
-            ]
-            pairs = [(m, g) for m, g in zip(made, given, strict=True) if m.requires_grad]
-            if not pairs:
-                return True
-            roots, cotangents = zip(*pairs, strict=True)
-            gradients.append(torch.autograd.grad(roots, list(values.values()), cotangents, allow_unused=True))
-        for read, full, *parts in zip(values, *gradients, strict=True):
-            if full is None or any(p is None for p in parts):
-                if (full is None) != all(p is None for p in parts):
-                    return False
-                continue
-            kind = self.classes[read]
-            if kind.kind is Kind.INDEPENDENT:
-                if not _equal(parts[0] + parts[1], full):
-                    return False
-            elif not all(
-                _equal(kind.part(full, *span, NUM_SAMPLES), p) for span, p in zip(spans[1:], parts, strict=True)
-            ):
-                return False
-        return True
-
-    def _rows_of(self, read: fx.Node, start: int, stop: int) -> Any:
-        value, kind = self.values[read], self.classes[read]
-        if isinstance(value, Tensor) and kind.kind is Kind.PER_SAMPLE:
-            return kind.part(value, start, stop, NUM_SAMPLES)
-        return value
-
-    def _run(self, node: fx.Node, values: Mapping[fx.Node, Any], num_samples: int) -> Any:
-        if is_product_of_rows(node):  # not every kernel computes in float64
-            return grouped_product(*(values[read] for read in inputs_of(node)))
-        return run_node(self.graph, node, values, num_samples, self._adapt)
+        return self.values.run(node, values, stop - start)
 
     def _compare(self, node: fx.Node, fake: Tensor, full: Tensor, parts: list[Tensor], kinds: set[Kind]) -> SampleClass:
         axes = [axis for axis, size in enumerate(fake.shape) if self.graph.depends_on_batch(size)]
         if len(axes) == 1:
-            rows = self._rows(axes[0], full, parts)
+            rows = rows_of_parts(axes[0], full, parts)
             if rows is not WHOLE:
                 return rows
         if kinds <= {Kind.INDEPENDENT, Kind.COUNT}:
-            same = not axes and all(_equal(part, full) for part in parts)
-            return INDEPENDENT if same else COUNT
+            return INDEPENDENT if not axes and is_unchanged(full, parts) else COUNT
         if axes:
             return WHOLE
         if Kind.MEAN not in kinds and Kind.SUM not in kinds and operator_name(node) in _SHAPE_ONLY:
-            return INDEPENDENT if all(_equal(part, full) for part in parts) else WHOLE
-        is_reduction = operator_name(node) in _REDUCTIONS or is_plain_loss(node)
-        if not full.is_floating_point() or not full.any() or not (is_reduction or {Kind.MEAN, Kind.SUM} & kinds):
+            return INDEPENDENT if is_unchanged(full, parts) else WHOLE
+        if not full.is_floating_point() or not full.any() or not (may_reduce(node) or {Kind.MEAN, Kind.SUM} & kinds):
             return WHOLE  # numbers alone prove nothing here: a zero is mean and sum of zeros
-        weights = (_SPLIT / NUM_SAMPLES, 1 - _SPLIT / NUM_SAMPLES)
-        if _equal(parts[0] * weights[0] + parts[1] * weights[1], full):
-            return MEAN
-        return SUM if _equal(parts[0] + parts[1], full) else WHOLE
-
-    def _rows(self, axis: int, full: Tensor, parts: list[Tensor]) -> SampleClass:
-        """The first way to see the axis as ``outer * samples * inner`` that gives the parts."""
-        rows, rest = divmod(full.shape[axis], NUM_SAMPLES)
-        if rest or [p.shape[axis] for p in parts] != [rows * _SPLIT, rows * (NUM_SAMPLES - _SPLIT)]:
-            return WHOLE
-        for outer in range(1, rows + 1):
-            if rows % outer:
-                continue
-            found = SampleClass(Kind.PER_SAMPLE, axis, outer, rows // outer)
-            spans = ((0, _SPLIT), (_SPLIT, NUM_SAMPLES))
-            if all(_equal(found.part(full, *span, NUM_SAMPLES), p) for span, p in zip(spans, parts, strict=True)):
-                return found
-        return WHOLE
+        return mean_or_sum(full, parts)
 
     def _writes_shared(self, node: fx.Node, kinds: set[Kind]) -> bool:
         """Whether an operation in place puts what depends on the batch into a tensor without samples of its own."""
@@ -437,69 +322,3 @@ class _Probe:
             return False
         targets = {leaf.kind for w in written for leaf in pytree.tree_leaves(self.classes[w])}
         return bool({Kind.MEAN, Kind.SUM} & kinds) or (Kind.INDEPENDENT in targets and kinds != {Kind.INDEPENDENT})
-
-    def _is_linear(self, node: fx.Node) -> bool:
-        """Whether an operation is linear in the means and sums that it reads, all of one kind."""
-        name = operator_name(node)
-        if name not in _LINEAR:
-            return False
-        shared = [(r, leaf.kind) for r in inputs_of(node) for leaf in pytree.tree_leaves(self.classes[r])]
-        shared = [(r, kind) for r, kind in shared if kind in (Kind.MEAN, Kind.SUM)]
-        position = _LINEAR[name]
-        if position is None:
-            return len({kind for _, kind in shared}) == 1
-        first = node.args[position] if node.args else None
-        if name == "mul" and len({r for r, _ in shared}) == 1:
-            return sum(argument is shared[0][0] for argument in node.args) == 1
-        return {r for r, _ in shared} == {first} and sum(argument is first for argument in node.args) == 1
-
-    def _spread_over_sums(self) -> None:
-        """Make every operation around a mean or sum batch-wise if one of them is.
-
-        Whoever reads such a value must see it of the same samples as whoever makes it.
-        """
-        links = [
-            (node, reader)
-            for node in self.graph.operations
-            if any(leaf.kind in (Kind.MEAN, Kind.SUM) for leaf in pytree.tree_leaves(self.classes[node]))
-            for reader in self.graph.readers.get(node, ())
-        ]
-        changed = True
-        while changed:
-            changed = False
-            for a, b in links:
-                if (a in self.batch_wise) != (b in self.batch_wise):
-                    self.batch_wise |= {a, b}
-                    changed = True
-        for node in self.batch_wise:
-            self.counted.pop(node, None)
-
-
-def _rows_by_shape(graph: TrainingGraph, fake: Any) -> SampleClass | None:
-    """The rows of a tensor with one axis of a multiple of the batch size; None if there is no such axis."""
-    if not isinstance(fake, Tensor):
-        return None
-    axes = [axis for axis, size in enumerate(fake.shape) if graph.depends_on_batch(size)]
-    if len(axes) != 1:
-        return None
-    one, two = (graph.size_at(fake.shape[axes[0]], count) for count in (1, 2))
-    return SampleClass(Kind.PER_SAMPLE, axes[0], 1, one) if two == 2 * one else None
-
-
-def _place(node: fx.Node, numbers: list[fx.Node]) -> str:
-    """Stand for a node in printed arguments; sizes are listed beside."""
-    if is_size(node):
-        numbers.append(node)
-        return "size"
-    return "tensor"
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    if not a.is_floating_point() or torch.equal(a, b):
-        return torch.equal(a, b)
-    # Both sides are computed from the same numbers in float64, so only the order of additions may differ.
-    finite = b[torch.isfinite(b)]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
-    return torch.allclose(a, b, rtol=1e-7, atol=1e-10 * min(scale, 1e6) + 1e-300, equal_nan=True)

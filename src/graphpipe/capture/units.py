@@ -17,10 +17,10 @@ from torch import fx
 from graphpipe.capture.accounting import Accounting
 from graphpipe.capture.cheap import is_light, repeated_operations
 from graphpipe.capture.classes import Kind, SampleClass
+from graphpipe.capture.classification import Classification
 from graphpipe.capture.grouping import Groups, atomic_groups, components, join_uncuttable
 from graphpipe.capture.naming import block_of
 from graphpipe.capture.nodes import inputs_of, operator_name
-from graphpipe.capture.probe import Classification
 from graphpipe.capture.training_graph import AttributeKind, TrainingGraph
 from graphpipe.capture.wishes import Wishes
 

@@ -20,7 +20,7 @@ _CONVOLUTIONS = {
 }
 
 
-def class_by_rule(node: fx.Node, classes: Mapping[fx.Node, Any]) -> SampleClass | None:
+def class_of_product(node: fx.Node, classes: Mapping[fx.Node, Any]) -> SampleClass | None:
     """Return the class of a heavy operation's result, None if it must be tried out.
 
     Args:
