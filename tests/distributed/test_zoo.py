@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.timeout(240)  # transformers alone takes seconds to import in each of the processes
 @pytest.mark.parametrize(
     "names",
-    [("DLRM", "Two-tower retrieval"), ("CLIP",), ("T5",), ("LLaVA",), ("Mixtral",)],
+    [("DLRM", "Two-tower retrieval", "U-Net", "LSTM tagger"), ("CLIP", "GPT-2"), ("T5",), ("LLaVA",), ("Mixtral",)],
     ids=", ".join,
 )
 def test_planned_models_train_as_one_process(names: tuple[str, ...], tmp_path: Path) -> None:
@@ -32,3 +32,5 @@ def test_planned_models_train_as_one_process(names: tuple[str, ...], tmp_path: P
             assert not result["missing"]
             assert result["loss"] < ZOO[name].tolerance
             assert result["gradient"] < ZOO[name].tolerance, result["worst"]
+            assert bool(result["statistics"]) == (name == "U-Net")
+            assert result["statistic"] < ZOO[name].tolerance

@@ -60,9 +60,14 @@ def _train_by(name: str, strategy: Strategy) -> dict[str, Any]:
         pipeline = Pipeline(captured, strategy)
         result = pipeline.forward_backward(batch)
         gradients = pipeline.gather_gradients()
+        state = pipeline.gather_state_dict()
     largest = max(float(g.abs().max()) for g in expected.gradients.values())
     errors = {n: float((gradients[n] - g).abs().max()) / largest for n, g in expected.gradients.items()}
+    statistics = {n: b for n, b in expected.buffers.items() if n in state and b.is_floating_point()}
+    apart = {n: float((state[n] - b).abs().max() / b.abs().max()) for n, b in statistics.items()}
     return {
+        "statistics": sorted(statistics),
+        "statistic": max(apart.values(), default=0.0),
         "loss": abs(result.loss - float(expected.loss)) / abs(float(expected.loss)),
         "gradient": max(errors.values()),
         "worst": max(errors, key=errors.__getitem__),
