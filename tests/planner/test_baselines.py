@@ -64,17 +64,19 @@ def test_pipers_least_target_equals_brute_force(problem: PlanningProblem) -> Non
     chain = line(range(len(problem.graph.operators)))
     downsets = Downsets(table, enumerate_downsets(problem.graph, 1000))
     search = DownsetSearch(make_setting(table, chain, size, (Recompute.NONE,), 1), downsets)
-    seconds = dict(zip(replica_counts(size, len(problem.cluster)), search.tables.seconds, strict=True))
+    by_pair = zip(*downsets.pairs, *search.tables.seconds, strict=True)
+    seconds = {(int(start), int(stop)): by_choice for start, stop, *by_choice in by_pair}
+    counts = replica_counts(size, len(problem.cluster))
 
     def best(start: int, devices: int) -> float:
         if start == len(downsets.sets) - 1:
             return 0.0
         return min(
             (
-                max(float(seconds[r][start, stop]), best(stop, devices - r))
+                max(float(taken_s), best(stop, devices - r))
                 for stop in range(start + 1, len(downsets.sets))
                 if downsets.sets[start] & ~downsets.sets[stop] == 0
-                for r in seconds
+                for r, taken_s in zip(counts, seconds[start, stop], strict=True)
                 if r <= devices
             ),
             default=float("inf"),

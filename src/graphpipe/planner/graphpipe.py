@@ -28,7 +28,7 @@ from graphpipe.planner.layout import lay_out, line
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
 from graphpipe.planner.piper import DownsetSearch, few_downsets
-from graphpipe.planner.search import COARSE_PRECISION, DOUBT, PRECISION, SLACKS, Search, TargetSearch, make_setting
+from graphpipe.planner.search import DOUBT, PRECISION, SLACKS, Search, TargetSearch, make_setting
 from graphpipe.planner.sketch import Sketcher
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
@@ -189,22 +189,23 @@ class _Planning:
         """Collect the plans of one search; return whether any may be the best."""
         setting = search.setting
         count = setting.num_micro_batches
+        # Divided into stages on the same devices, a single stage may sum its gradients while it goes on.
+        hopeless = SLACKS[-1] if self._is_by_time else 1.0
         for found in search.single_stages():
-            if self._is_worth(found.slowest_s * count):
+            if found.slowest_s * count <= self._best_value() * hopeless:
                 self._collect(size, found.pieces)
         # A device that works on every micro-batch for the target takes that long at least.
         best_s = search.slowest_s() * count
         if self.candidates:
             best_s = min(best_s, self._best_value() * (1 + self._doubt))
-        precision = COARSE_PRECISION if self._is_by_time else PRECISION
         best_s = best_s if self._is_by_time else min(best_s, self.least_load_s)
         is_first, self.settings = not self.settings, [*self.settings, setting]
         low_s = self.bound.work_s / count
         if is_first:
-            target_s = search.least_target_s(low_s, best_s / count, precision)
+            target_s = search.least_target_s(low_s, best_s / count)
         else:
             # After the first search, most cannot do better.
-            target_s = search.better_target_s(low_s, best_s / count * (1 - precision), precision)
+            target_s = search.better_target_s(low_s, best_s / count * (1 - PRECISION))
         if target_s is None:
             return False
         self.least_load_s = min(self.least_load_s, target_s * count)

@@ -43,7 +43,7 @@ class PiperPlanner:
         alive between its neighbours.
     """
 
-    max_downsets: int = 1500
+    max_downsets: int = 2000
 
     @property
     def name(self) -> str:
@@ -128,12 +128,17 @@ class Downsets:
         return found
 
     @cached_property
-    def is_stage(self) -> NDArray[np.bool_]:
-        """``[downsets, downsets]`` whether the second holds the first, and more."""
+    def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``[pairs]`` the positions of two downsets of which the second holds the first, and more; by the first."""
         sizes = self.holds.sum(axis=1)
         shared = self.holds @ self.holds.T
-        found = (shared == sizes[:, None]) & (sizes[None, :] > sizes[:, None])
-        return np.asarray(found, dtype=np.bool_)
+        starts, stops = np.nonzero((shared == sizes[:, None]) & (sizes[None, :] > sizes[:, None]))
+        return starts, stops
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64]:
+        """``[downsets]`` where the pairs with each downset as the first start; the last one has none."""
+        return np.searchsorted(self.pairs[0], np.arange(len(self.sets)))
 
     def live_bytes(self, num_samples: int, *, with_gradient: bool) -> Floats:
         """Return ``[downsets]`` the bytes that are made in a downset and read outside of it."""
@@ -147,11 +152,9 @@ class Downsets:
         return found
 
     def tables(self, setting: Setting) -> StageTables:
-        """Return what every pair of downsets takes as a stage."""
+        """Return ``[choices, pairs]`` what every pair of downsets takes as a stage."""
         sizes = sorted({setting.local_size(choice.num_replicas) for choice in setting.choices})
-        found = stage_tables(setting, self._sums(setting, sizes), sizes)
-        seconds = np.where(self.is_stage, found.seconds, np.inf)
-        return StageTables(seconds, np.where(self.is_stage, found.levels, 0), found.only_last)
+        return stage_tables(setting, self._sums(setting, sizes), sizes)
 
     def _sums(self, setting: Setting, sizes: Sequence[int]) -> Sums:
         table, profile = self.table, self.table.problem.profile
@@ -160,16 +163,16 @@ class Downsets:
         costs = [profile.at(size) for size in sizes]
         live = self.live_bytes(setting.micro_batch_size, with_gradient=False)
         returning = self.live_bytes(setting.micro_batch_size, with_gradient=True)
-        from_before = np.ones(len(self.sets))
+        starts, stops = self.pairs
         return Sums(
             state_bytes=self._between(table.state_bytes),
             trainable_bytes=self._between(table.trainable_bytes),
             has_backward=self._between(table.has_backward) > 0,
             is_batch_wise=self._between(alone) > 0,
-            received_bytes=live[:, None] * from_before[None, :],
-            returned_bytes=returning[:, None] * from_before[None, :],
-            sent_bytes=live[None, :] * from_before[:, None],
-            awaited_bytes=returning[None, :] * from_before[:, None],
+            received_bytes=live[starts],
+            returned_bytes=returning[starts],
+            sent_bytes=live[stops],
+            awaited_bytes=returning[stops],
             forward_s=np.stack([self._between(np.where(alone, whole.forward_s * share, c.forward_s)) for c in costs]),
             backward_s=np.stack(
                 [self._between(np.where(alone, whole.backward_s * share, c.backward_s)) for c in costs]
@@ -183,7 +186,8 @@ class Downsets:
 
     def _between(self, of_operator: NDArray[Any]) -> Floats:
         total = self.holds @ np.asarray(of_operator, dtype=np.float64)
-        return np.asarray(np.maximum(total[None, :] - total[:, None], 0.0), dtype=np.float64)
+        starts, stops = self.pairs
+        return np.asarray(np.maximum(total[stops] - total[starts], 0.0), dtype=np.float64)
 
 
 class DownsetSearch(TargetSearch):
@@ -196,8 +200,13 @@ class DownsetSearch(TargetSearch):
 
     @property
     def tables(self) -> StageTables:
-        """``[choices, downsets, downsets]`` what pairs of downsets take as stages."""
+        """``[choices, pairs]`` what pairs of downsets take as stages."""
         return self._tables
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The pair of no operators and all of them."""
+        return (int(self.downsets.rows[1]) - 1,)
 
     @property
     def operators(self) -> tuple[int, ...]:
@@ -211,25 +220,37 @@ class DownsetSearch(TargetSearch):
         # ``[levels, downsets]`` fewest devices for what a downset leaves.
         found = np.full((last + 1, count), NEVER, dtype=np.int32)
         found[:, -1] = 0
+        stops, rows = self.downsets.pairs[1], self.downsets.rows
         for level in range(1, last):
-            np.minimum(found[level - 1], least(self.setting, stages.at(level) + found[level - 1], 1), out=found[level])
+            now, before = found[level], found[level - 1]
+            sums = stages.at(level) + before[stops]
+            self.setting.tally.transitions += sums.size
+            np.minimum(before[:-1], np.minimum.reduceat(sums, rows[:-1]), out=now[:-1])
+            if np.array_equal(now, before):
+                # More samples in flight are of no use: higher levels allow no other stages.
+                found[level + 1 : last] = now
+                break
         now = found[last]
         np.minimum(now, found[last - 1], out=now)
         for start in reversed(range(count - 1)):
-            now[start] = min(now[start], least(self.setting, stages.at(last)[start] + now, 0))
+            row = slice(rows[start], rows[start + 1])
+            now[start] = min(now[start], least(self.setting, stages.at(last)[row] + now[stops[row]], 0))
         return Solution(found[:, 0], lambda level: self._stages(stages, found, level))
 
     def _stages(self, stages: StageDevices, found: NDArray[np.int32], level: int) -> Found:
         last, sets = self.setting.num_levels, self.downsets.sets
+        stops, rows = self.downsets.pairs[1], self.downsets.rows
         start, pieces, slowest_s = 0, [], 0.0
         while start < len(sets) - 1:
             while level and found[level - 1, start] == found[level, start]:
                 level -= 1
             before = level if level == last else level - 1
-            stops = np.flatnonzero(stages.at(level)[start] + found[before] == found[level, start])
-            stop = int(stops[-1])
-            choice = stages.choice(level, start, stop)
+            row = slice(rows[start], rows[start + 1])
+            hits = np.flatnonzero(stages.at(level)[row] + found[before, stops[row]] == found[level, start])
+            pair = int(rows[start] + hits[-1])
+            stop = int(stops[pair])
+            choice = stages.choice(level, pair)
             pieces.append(Piece(tuple(members(sets[stop] & ~sets[start])), self.setting.choices[choice]))
-            slowest_s = max(slowest_s, float(self._tables.seconds[choice, start, stop]))
+            slowest_s = max(slowest_s, float(self._tables.seconds[choice, pair]))
             start, level = stop, before
         return Found(slowest_s, tuple(pieces))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +20,16 @@ from graphpipe.stage import Recompute
 
 # A guess of a plan's time may be this far off: plans whose guess is further from the best one are not looked at.
 DOUBT = 0.15
-# How well the least target is known in the end: where it is the objective, and where it only says where to look.
+# How well the least target is known in the end.
 PRECISION = 1e-3
-COARSE_PRECISION = 5e-3
 # The first target that is tried is above the lower bound by this share.
 FIRST_STEP = 0.05
 # Bounds of the least target are near each other when they differ by this share.
 NEAR = 0.05
 # Targets above the least one at which plans are collected: a slower bottleneck may allow fewer stages.
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.18, 1.3, 1.5, 1.8, 2.3, 3.0)
+# How well the least target of each depth between them is known.
+DEPTH_PRECISION = 2e-3
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,12 @@ class TargetSearch(ABC):
     @property
     @abstractmethod
     def tables(self) -> StageTables:
-        """``[choices, n + 1, n + 1]`` what stages from one position to another take."""
+        """``[choices, ...]`` what stages take."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> tuple[int, ...]:
+        """Where the stage of all operators is in the tables."""
 
     @property
     @abstractmethod
@@ -100,8 +107,10 @@ class TargetSearch(ABC):
     def single_stages(self) -> list[Found]:
         """Return the whole graph as one stage: a single device, and data parallelism, where it fits; fastest first."""
         operators = tuple(sorted(self.operators))
-        runs = zip(self.setting.choices, self.tables.levels[:, 0, -1], self.tables.seconds[:, 0, -1], strict=True)
-        found = [Found(float(seconds), (Piece(operators, choice),)) for choice, level, seconds in runs if level]
+        index: Any = (slice(None), *self.whole)
+        levels, seconds = self.tables.levels[index], self.tables.seconds[index]
+        runs = zip(self.setting.choices, levels, seconds, strict=True)
+        found = [Found(float(taken_s), (Piece(operators, choice),)) for choice, level, taken_s in runs if level]
         return sorted(found, key=lambda each: each.slowest_s)
 
     def slowest_s(self) -> float:
@@ -175,7 +184,7 @@ class TargetSearch(ABC):
     def near(
         self, target_s: float, worth: Callable[[float], bool], slacks: Sequence[float] = SLACKS
     ) -> Iterator[Found]:
-        """Yield the plans near the least target, at each slack.
+        """Yield the plans near the least target: at each slack, and the fastest of each depth in between.
 
         Args:
             target_s: The least target.
@@ -183,17 +192,50 @@ class TargetSearch(ABC):
             slacks: By how much more than the least target.
         """
         known: set[tuple[Piece, ...]] = set()
+        before: _Tried | None = None
         for slack in slacks:
             if not worth(target_s * slack):
                 return
-            solution = self.solve(target_s * slack)
-            fits = np.flatnonzero(solution.fewest <= self.setting.table.num_devices)
+            now = self._tried(target_s * slack)
+            between = () if before is None else self._shallower(before, now)
             # The shallowest plan that the devices allow, and the one with the fewest devices.
-            for level in sorted({int(fits[0]), self.setting.num_levels}):
-                found = solution.stages(level)
+            here = (now.solution.stages(level) for level in sorted({now.level, self.setting.num_levels}))
+            for found in (*between, *here):
                 if found.pieces not in known:
                     known.add(found.pieces)
                     yield found
+            before = now
+
+    def _tried(self, target_s: float) -> _Tried:
+        solution = self.solve(target_s)
+        return _Tried(target_s, solution, int(np.argmax(solution.fewest <= self.setting.table.num_devices)))
+
+    def _shallower(self, low: _Tried, high: _Tried) -> Iterator[Found]:
+        """Yield for each level below that of a target, down to that of a higher one, about the fastest plan at it."""
+        if low.level <= high.level:
+            return
+        found = high.solution.stages(high.level)
+        if found.slowest_s - low.target_s <= DEPTH_PRECISION * found.slowest_s:
+            yield found
+            return
+        middle = self._tried((low.target_s + found.slowest_s) / 2)
+        yield from self._shallower(low, middle)
+        yield from self._shallower(middle, replace(high, target_s=found.slowest_s))
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A target that the devices can keep.
+
+    Attributes:
+        target_s: Seconds a micro-batch of the busiest stage, at most.
+        solution: What it takes.
+        level: The lowest level of the first stages that the devices allow.
+    """
+
+    target_s: float
+    solution: Solution
+    level: int
 
 
 class Search(TargetSearch):
@@ -208,6 +250,11 @@ class Search(TargetSearch):
     def tables(self) -> StageTables:
         """``[choices, n + 1, n + 1]`` what runs of the chain's items take as stages."""
         return self.space.tables
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The run of all items."""
+        return (0, -1)
 
     @property
     def operators(self) -> tuple[int, ...]:

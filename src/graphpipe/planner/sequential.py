@@ -17,7 +17,7 @@ from graphpipe.planner.candidates import Candidate, best_simulated
 from graphpipe.planner.draft import Draft, draft_in_sequence
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
-from graphpipe.planner.search import COARSE_PRECISION, DOUBT, TargetSearch
+from graphpipe.planner.search import DOUBT, TargetSearch
 from graphpipe.planner.sketch import Sketcher
 from graphpipe.stage import StageOrder
 from graphpipe.strategy import Strategy
@@ -71,15 +71,14 @@ class SequentialPlanning:
         """
         setting = search.setting
         size, count = setting.micro_batch_size, setting.num_micro_batches
+        for single in search.single_stages():
+            self.collect(single.pieces, size)
 
         def is_worth(target_s: float) -> bool:
             return target_s * count <= self.best_guess_s * (1 + DOUBT)
 
-        for single in search.single_stages():
-            if is_worth(single.slowest_s):
-                self.collect(single.pieces, size)
         highest_s = min(self.best_guess_s / count, search.slowest_s())
-        target_s = search.least_target_s(work_s / count, highest_s, COARSE_PRECISION)
+        target_s = search.least_target_s(work_s / count, highest_s)
         if target_s is not None:
             for found in search.near(target_s, is_worth):
                 self.collect(found.pieces, size)
