@@ -100,6 +100,23 @@ def train(folder: str, how: str, rank: int, place: str, timeout_s: float = 60.0,
             checkpoints.save()
 
 
+def evaluate(folder: str, how: str, rank: int) -> None:
+    """Evaluate again and again, and fail on a rank in the fifth evaluation."""
+    pipeline = Pipeline(captured(), hand_made(captured(), PARTS, 8), optimizer=sgd)
+    interpret = Executor._interpret
+    number = 0
+
+    def failing(self: Executor, batch: Any, instruction: Instruction, optimizer_step: Any) -> None:
+        if number == FAILS_AT and int(os.environ["RANK"]) == rank and isinstance(instruction, Compute):
+            fail(how, Path(folder))
+        interpret(self, batch, instruction, optimizer_step)
+
+    Executor._interpret = failing  # type: ignore[method-assign]
+    pipeline.step(batch_of(8))
+    for number in range(1, FAILS_AT + 1):
+        print(pipeline.evaluate(batch_of(8, seed=number)).loss, flush=True)
+
+
 def hold(folder: str, checkpoints: str) -> None:
     """Train with checkpoints until there is a file ``go``."""
     pipeline = Pipeline(captured(), hand_made(captured(), PARTS, 8), optimizer=sgd)

@@ -101,6 +101,20 @@ def test_the_first_cause_is_named_over_the_transport_with_nccl_order_as_well(ser
     assert not end.left_over
 
 
+@pytest.mark.parametrize(
+    ("how", "message"), [("kill", "rank 3 died"), ("loop", "rank 3 has made no progress for N s,")]
+)
+def test_a_rank_that_fails_in_an_evaluation_is_named(server: JobServer, tmp_path: Path, how: str, message: str) -> None:
+    end = server.wait(
+        server.start(tmp_path, 4, "tests.distributed.failures:evaluate", folder=str(tmp_path), how=how, rank=3)
+    )
+    assert all(end.codes), end.output
+    assert end.times_s[-1] - float((tmp_path / "failed_at").read_text()) < LIMIT_S
+    said = re.sub(r"\d+\.\d s", "N s", end.output)
+    assert re.search(rf"error: {message} at task \dF0 \(stage .*\) of an evaluation in step 1", said), end.output
+    assert not end.left_over
+
+
 def test_two_jobs_do_not_save_to_one_folder(server: JobServer, tmp_path: Path) -> None:
     saved = str(tmp_path / "checkpoints")
     first = tmp_path / "first"

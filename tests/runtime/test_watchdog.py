@@ -50,6 +50,7 @@ def test_runs_are_counted_by_program_and_shapes(watchdog: Watchdog) -> None:
         watchdog.place(programs[program], 0, shapes=(("x", 4, length),))
         with watchdog.step(1):
             seen.append(watchdog.cells[Cell.RUNS])
+    assert "of an evaluation" in watchdog._places[watchdog.place(programs[1], 1, purpose="an evaluation")].text
     assert seen == [0, 1, 0, 2, 0, 1]
     watchdog.place(programs[0], 0, shapes=(("x", 4, 5),))
     with pytest.raises(ZeroDivisionError), watchdog.step(1):

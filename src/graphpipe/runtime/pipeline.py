@@ -393,7 +393,7 @@ class Pipeline:
         """
         evaluation, inputs, _ = self._evaluation("loss", batch)
         with self._watchdog.operation("an evaluation"):
-            loss, _ = evaluation.run(inputs)
+            loss, _ = self._run_evaluation(evaluation, inputs, "an evaluation")
         self._sum_over_ranks("the sum of the loss", loss)
         return EvaluationResult(float(loss), evaluation.captured.num_samples(inputs))
 
@@ -412,9 +412,19 @@ class Pipeline:
         evaluation, inputs, structured = self._evaluation("output", batch)
         assert structured is not None
         with self._watchdog.operation("a prediction"):
-            _, pieces = evaluation.run(inputs)
+            _, pieces = self._run_evaluation(evaluation, inputs, "a prediction")
             gathered = self._gather(pieces)
         return structured(evaluation.joined(gathered))
+
+    def _run_evaluation(
+        self, evaluation: Evaluation, inputs: Mapping[str, Tensor], purpose: str
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        executor = evaluation.executor
+        executor.position = self._watchdog.cells
+        executor.first_place = self._watchdog.place(evaluation.program, rank(), _shapes(inputs), purpose)
+        found = evaluation.run(inputs)
+        self._watchdog.has_run()
+        return found
 
     def _evaluation(self, kind: str, batch: Any) -> tuple[Evaluation, dict[str, Tensor], Structured | None]:
         trained = self._source
@@ -479,8 +489,7 @@ class Pipeline:
             self._complete_gradients(before)
             finished.append(self.update() if updates else UpdateResult())
 
-        shapes = tuple((name, *tensor.shape) for name, tensor in inputs.items())
-        self._executor.first_place = self._watchdog.place(program, rank(), shapes)
+        self._executor.first_place = self._watchdog.place(program, rank(), _shapes(inputs))
         with self._watchdog.step(self.num_steps + 1):
             loss = self._executor.run(program, inputs, finish if updates else None)
             if not finished:  # also on a rank without a stage, whose program is empty
@@ -755,6 +764,10 @@ class Pipeline:
         if self._executor is None:
             raise GraphPipeError("the model is captured with the first batch; run a step first, or give example_batch")
         return self._executor
+
+
+def _shapes(inputs: Mapping[str, Tensor]) -> tuple[tuple[str | int, ...], ...]:
+    return tuple((name, *tensor.shape) for name, tensor in inputs.items())
 
 
 def _number(spec: ValueSpec, tensor: Tensor) -> int:

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from graphpipe.errors import GraphPipeError
@@ -144,22 +144,30 @@ class Watchdog:
                 sys.stderr.flush()
                 os._exit(70)
 
-    def place(self, program: Program, device: int, shapes: Hashable = None) -> int:
-        """Return the place of a device's first instruction; the others follow in sequence.
+    def place(self, program: Program, device: int, shapes: Hashable = None, purpose: str = "") -> int:
+        """Return the place of a device's first instruction; the others follow in sequence. Call `has_run` afterwards.
 
         Args:
-            program: What the next `step` runs.
+            program: What the device runs next.
             device: Whose instructions.
             shapes: Of the inputs: with others, tasks may take longer than they ever did.
+            purpose: Of the program, as a noun; empty for training.
         """
         key = (program, device)
         if key not in self._bases:
             self._bases[key] = len(self._places)
             found = [_place_of(instruction, program) for instruction in program.instructions[device]]
+            if purpose:
+                found = [replace(place, text=f"{place.text} of {purpose}") for place in found]
             self._places += found
             self._tell_places(found)
         self._running = (*key, shapes)
+        self.cells[Cell.RUNS] = self._runs[self._running]
         return self._bases[key]
+
+    def has_run(self) -> None:
+        """Take note that the program of `place` has come to its end: what its tasks took is what they usually take."""
+        self._runs[self._running] += 1
 
     @contextmanager
     def operation(self, text: str, limit: datetime.timedelta | None = None) -> Iterator[None]:
@@ -194,7 +202,6 @@ class Watchdog:
         cells = self.cells
         cells[Cell.OPERATION] += 1
         cells[Cell.STEP] = number
-        cells[Cell.RUNS] = self._runs[self._running]
         try:
             yield
         except Exception as error:
@@ -206,7 +213,7 @@ class Watchdog:
                 self._echo(error)
             raise  # The place stays: the watchdog may look at it later.
         cells[Cell.PLACE] = 0
-        self._runs[self._running] += 1
+        self.has_run()
 
     def _echo(self, error: Exception) -> None:
         """Say that a message failed, and wait to be ended: whoever failed first is to be named first."""
