@@ -68,11 +68,16 @@ def test_batch_sizes_in_views_and_ranges_follow_the_micro_batch(num_samples: int
     model = Reshapes()
     captured = capture(model, torch.randn(4, 2, 6))
     batch = torch.randn(num_samples, 2, 6)
-    expected = model(batch)
+    alone = copy.deepcopy(model)
+    expected = alone(batch)
+    expected.backward()
     tensors: dict[str, Tensor] = dict(captured.flatten_batch(batch))
     for operator in captured.graph.operators:
-        tensors |= copy.deepcopy(captured.stage_module([operator.name]))(tensors, num_samples)
+        tensors |= captured.stage_module([operator.name])(tensors, num_samples)
+    tensors[captured.loss].backward()
     torch.testing.assert_close(tensors[captured.loss], expected, rtol=1e-12, atol=0)
+    for found, parameter in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_a_batch_size_that_is_fixed_is_named_with_its_line() -> None:
@@ -193,3 +198,25 @@ def test_train_and_eval() -> None:
         torch.testing.assert_close(whole.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12)
     for name, buffer in whole.named_buffers():
         torch.testing.assert_close(buffer, alone.get_buffer(name), rtol=1e-12, atol=0)
+
+
+def test_a_stage_is_in_the_mode_of_its_capture() -> None:
+    model = Regular(1.0)  # training drops everything
+    batch = torch.randn(4, 4)
+    trained, evaluated = capture(model, batch), capture(model, batch, mode=Mode.EVAL)
+    stages = {
+        captured.mode: copy.deepcopy(captured.stage_module([o.name for o in captured.graph.operators]))
+        for captured in (trained, evaluated)
+    }
+    assert all(module.training for module in stages[Mode.TRAIN].train().modules())
+    assert not any(module.training for module in stages[Mode.EVAL].eval().modules())
+    assert float(stages[Mode.TRAIN](trained.flatten_batch(batch), 4)[trained.loss]) == 0
+    expected = copy.deepcopy(model).eval()(batch)
+    found = stages[Mode.EVAL](evaluated.flatten_batch(batch), 4)[evaluated.loss]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert float(expected) > 0
+    # What a training stage would do in eval mode is not in its graph.
+    with pytest.raises(ValueError, match=r"captured in train mode and cannot be put into eval mode.*mode=Mode.EVAL"):
+        nn.ModuleList([stages[Mode.TRAIN]]).eval()
+    with pytest.raises(ValueError, match=r"captured in eval mode and cannot be put into train mode"):
+        stages[Mode.EVAL].train()

@@ -128,6 +128,12 @@ def test_entries_are_dropped_with_their_probability_and_independently(probabilit
         assert abs(correlation) < 5 / math.sqrt(a.numel())
 
 
+@pytest.mark.parametrize("probability", [0.0, 1e-12, 1 - 1e-12, 1.0])
+def test_all_entries_or_none_are_kept_at_the_ends(probability: float) -> None:
+    kept = DRAWS.keeps("o", (64, 4000), probability, (0, 1, 1), CPU)
+    assert bool((kept == (probability < 0.5)).all())
+
+
 def test_samples_keep_their_masks_wherever_they_lie() -> None:
     # The batch axis in the middle, with two slower and three faster rows of each sample.
     whole = DRAWS.keeps("o", (4, 2 * 6 * 3, 5), 0.5, (1, 2, 3), CPU).reshape(4, 2, 6, 3, 5)

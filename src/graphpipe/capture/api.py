@@ -163,6 +163,7 @@ def _capture(
         Autocast.ambient(),
         reasons,
         loss_fn,
+        mode,
     )
 
 

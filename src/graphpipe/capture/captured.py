@@ -14,7 +14,7 @@ from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.classes import SampleClass
 from graphpipe.capture.classification import Classification
 from graphpipe.capture.describe import LOSS, Description
-from graphpipe.capture.export import LossFunction
+from graphpipe.capture.export import LossFunction, Mode
 from graphpipe.capture.nodes import is_random, read_sparsely
 from graphpipe.capture.specs import LossReduction, ValueSpec
 from graphpipe.capture.stage_module import StageModule, build_stage
@@ -37,6 +37,7 @@ class CapturedModel:
         parameter_names: For each parameter in the graph, all of the model's names for it, its own name first. Tied
             parameters have several.
         loss_fn: What the loss was computed with; None for a model that returns it.
+        mode: What the model was captured for, and its stages run in.
         autocast: What the model was captured under, and its stages run under.
         kept_whole: The paths of the modules that are one operator each, since they cannot be followed inside, and why.
     """
@@ -54,9 +55,11 @@ class CapturedModel:
         autocast: Autocast,
         kept_whole: Mapping[str, str],
         loss_fn: LossFunction | None = None,
+        mode: Mode = Mode.TRAIN,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self.mode = mode
         self.graph: ComputationGraph = description.graph
         self.values: Mapping[str, ValueSpec] = description.values
         self.inputs: Mapping[str, ValueSpec] = layout.inputs
@@ -181,6 +184,7 @@ class CapturedModel:
             filled,
             self.autocast,
             self._classification.classes,
+            self.mode,
         )
 
     def adopt(self, tensors: Mapping[int, Tensor]) -> None:

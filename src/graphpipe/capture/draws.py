@@ -99,7 +99,9 @@ def _keeps(keys: Tensor, count: int, probability: float) -> Tensor:
     z ^= (z >> 13) & 0x7FFFF
     z *= _signed(0xC2B2AE35, 32)
     z ^= (z >> 16) & 0xFFFF
-    return z >= round(probability * (1 << 32)) - (1 << 31)
+    # An int32 is compared with one: at most 2^31 - 1, which none exceeds.
+    below = round(probability * (1 << 32))
+    return z > below - 1 - (1 << 31) if below else torch.ones_like(z, dtype=torch.bool)
 
 
 def _signed(number: int, bits: int = 64) -> int:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.draws import Draws, repeatable, seeded
 from graphpipe.capture.evaluate import evaluate
+from graphpipe.capture.export import Mode
 from graphpipe.capture.filling import check_places
 from graphpipe.capture.keeping import leaf_of, own_arguments, run_leaf
 from graphpipe.capture.leaves import ModuleLeaf
@@ -27,8 +28,10 @@ class StageModule(nn.Module):
     """The part of a model that one stage runs, with the model's own parameters under their original names.
 
     Parameters and buffers are the model's own objects, not copies; ``copy.deepcopy`` and ``to`` work as for any module.
+    Its mode is that of the capture, since a model may do anything else in the other one.
 
     Attributes:
+        mode: What the model was captured for.
         input_names: The model inputs and values that `forward` reads.
         output_names: The values that `forward` gives to other stages, and the loss if the stage computes it.
     """
@@ -45,6 +48,7 @@ class StageModule(nn.Module):
         autocast: Autocast,
         leaves: Sequence[ModuleLeaf],
         written: frozenset[str],
+        mode: Mode,
     ) -> None:
         super().__init__()
         # An input may be read for its size alone.
@@ -64,6 +68,22 @@ class StageModule(nn.Module):
         self._symbols = symbols
         # A plain list, so that modules which are kept whole, and hold the same tensors, are not in the tree again.
         self._leaves = list(leaves)
+        self.mode = mode
+        super().train(mode is Mode.TRAIN)
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Return the module, if it was captured for that mode; ``eval()`` means the other one.
+
+        Raises:
+            ValueError: It was captured for the other mode, which is another graph.
+        """
+        if mode is not (self.mode is Mode.TRAIN):
+            other = Mode.TRAIN if mode else Mode.EVAL
+            raise ValueError(
+                f"the stage was captured in {self.mode} mode and cannot be put into {other} mode; capture the model "
+                f"with mode=Mode.{other.name} for such a stage, or use Pipeline.evaluate and Pipeline.predict"
+            )
+        return self
 
     def forward(self, tensors: Mapping[str, Tensor], num_samples: int, draws: Draws | None = None) -> dict[str, Tensor]:
         """Run the stage on one micro-batch.
@@ -151,6 +171,7 @@ def build_stage(
     filled: Collection[fx.Node],
     autocast: Autocast,
     classes: Mapping[fx.Node, Any],
+    mode: Mode,
 ) -> StageModule:
     """Return the module that runs some operations of a graph.
 
@@ -163,6 +184,7 @@ def build_stage(
         filled: The operations that fill the places of a mask, which is to be checked.
         autocast: What the graph was captured under.
         classes: How tensors depend on the samples.
+        mode: What the graph was captured for.
     """
     ordered = sorted(nodes, key=graph.order.__getitem__)
     reads = [read for node in ordered for read in node.all_input_nodes]
@@ -239,6 +261,7 @@ def build_stage(
         autocast,
         [_leaf_of_stage(graph, node, leaf) for node, leaf in leaves.items()],
         frozenset(graph.attributes[w].name for node in ordered for w in written_by(node) if w in graph.attributes),
+        mode,
     )
 
 
