@@ -28,10 +28,13 @@ def updates() -> list[dict[str, Any]]:
         "tied with replicas",
         "groups",
         "accumulation",
+        "constants",
+        "views",
         "measured",
     ],
 )
 def test_an_update_is_that_of_one_process(updates: list[dict[str, Any]], case: str) -> None:
+    # C05: clipping. C16: an embedding tied to the head, five steps. C18: tables and constants. C20: samples in views.
     for result in (r[case] for r in updates):
         assert result["error"] < RELATIVE
         assert result["copies_equal"]

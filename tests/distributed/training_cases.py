@@ -21,6 +21,7 @@ from graphpipe.program import lower
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
 from graphpipe.trace import SpanKind
+from tests.capture.test_capture_cases import Reshapes, Rotary
 from tests.distributed import parity
 from tests.distributed.cases import Chain, batch_of, mean_square
 from tests.distributed.parity import Part, hand_made, relative, sgd
@@ -137,6 +138,10 @@ def updates() -> dict[str, Any]:
     two_first = [("table", 4, (0, 1)), ("", 4, (2,))]
     replicated = [("a b", 4, (0, 1)), ("", 4, (2,))]
     four = [("a b", 2, (0,)), ("c", 2, (1,)), ("", 4, (2,))]
+    torch.manual_seed(0)
+    rotary, reshapes = Rotary(), Reshapes()
+    views = [("first", 1, (0,)), ("", 2, (1,))]
+    tables = [("layers.0", 2, (0,)), ("layers.1 layers.2", 8, (1,)), ("", 4, (2,))]
     return {
         "three and four": train_both(
             TwoScales(), [("a", 2, (0,)), ("", 2, (1,))], [scales], max_gradient_norm=1.0, num_devices=3
@@ -149,6 +154,8 @@ def updates() -> dict[str, Any]:
         "accumulation": train_both(
             Chain(), replicated, chain, loss_fn=mean_square, max_gradient_norm=0.1, accumulated=3
         ),
+        "constants": train_both(rotary, tables, [{"x": torch.randn(8, 5, 4)}]),
+        "views": train_both(reshapes, views, [{"x": torch.randn(8, 2, 6)}], num_devices=3),
         "measured": train_both(Chain(), four, chain, loss_fn=mean_square, max_gradient_norm=math.inf),
     }
 
