@@ -11,6 +11,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from benchmarks.common import Figure, Report, at_most
 
 CLAIM = (
     "Ours: ten billion parameters are captured and planned in under a minute and 2 GB, models of the usual sizes are "
-    "captured in under 30 s."
+    "captured in under 30 s, and again by another process in under 3 s."
 )
 MINI_BATCH = 64
 
@@ -98,7 +99,10 @@ def run() -> Report:
     """Capture each model and plan for it."""
     figures: list[Figure] = []
     for name in MODELS:
-        found = measured(name)
+        with tempfile.TemporaryDirectory() as folder:
+            found = measured(name, folder)
+            if name not in BIG:
+                found["again_cpu_s"] = measured(name, folder)["capture_cpu_s"]
         seconds = found["capture_cpu_s"] + found["plan_cpu_s"]
         figures.append(Figure(name=f"{name} parameters", value=found["parameters"] / 1e9, unit="billion"))
         figures.append(Figure(name=f"{name} operators", value=found["operators"], unit="operators"))
@@ -107,6 +111,7 @@ def run() -> Report:
             figures.append(at_most(f"{name} peak memory", found["peak_bytes"] / 1e9, "GB", 2))
         else:
             figures.append(at_most(f"{name} captured, CPU", found["capture_cpu_s"], "s", 30))
+            figures.append(at_most(f"{name} captured again, CPU", found["again_cpu_s"], "s", 3))
     return Report(
         claim=CLAIM,
         figures=tuple(figures),
@@ -117,8 +122,12 @@ def run() -> Report:
     )
 
 
-def measured(name: str) -> dict[str, float]:
+def measured(name: str, cache_folder: str) -> dict[str, float]:
     """Capture one model, and plan for it if it is big, in a process of its own.
+
+    Args:
+        name: Of the model.
+        cache_folder: Where captures are kept from one process to the next.
 
     Raises:
         RuntimeError: The process failed.
@@ -128,7 +137,7 @@ def measured(name: str) -> dict[str, float]:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GRAPHPIPE_CACHE": cache_folder},
     )
     if done.returncode:
         raise RuntimeError(f"capturing {name} failed: {done.stderr[-2000:]}")
@@ -138,10 +147,13 @@ def measured(name: str) -> dict[str, float]:
 
 def measure(name: str) -> dict[str, float]:
     """Capture one model, and plan for it if it is big."""
+    import torch
+
     from graphpipe import api
     from graphpipe.capture import capture
     from graphpipe.cluster import Cluster
 
+    torch.manual_seed(0)
     model, batch = MODELS[name]()
     start_s = time.process_time()
     captured = capture(model, batch)

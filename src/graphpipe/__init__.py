@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from graphpipe.api import Job, plan, verify
     from graphpipe.cluster import Cluster, Device, Link
+    from graphpipe.disk_cache import DiskCache
     from graphpipe.errors import (
         BatchError,
         CaptureError,
@@ -54,6 +55,7 @@ _HOME = {
     "Compilation": "graphpipe.runtime.compilation",
     "DeadlockError": "graphpipe.errors",
     "Device": "graphpipe.cluster",
+    "DiskCache": "graphpipe.disk_cache",
     "EvaluationResult": "graphpipe.runtime.pipeline",
     "FromSafetensors": "graphpipe.runtime.initialise",
     "FromSeed": "graphpipe.runtime.initialise",
@@ -83,6 +85,7 @@ __all__ = [
     "Compilation",
     "DeadlockError",
     "Device",
+    "DiskCache",
     "EvaluationResult",
     "FromSafetensors",
     "FromSeed",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from graphpipe.capture import CapturedModel, capture, eager_loss
 from graphpipe.cluster import Cluster
 from graphpipe.cost import ADAM, DEVICE_KINDS, OptimizerCost, Profile, roofline_profile
+from graphpipe.disk_cache import DiskCache
 from graphpipe.errors import GraphPipeError
 from graphpipe.graph import ComputationGraph
 from graphpipe.planner.base import Planner, PlanningProblem, check_sizes
@@ -90,6 +91,7 @@ def plan(
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
     split_points: Sequence[str] = (),
     keep_whole: Sequence[str] = (),
+    cache: DiskCache | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Strategy:
     """Return the best strategy that the planner finds for a model on a cluster.
@@ -110,6 +112,7 @@ def plan(
             a model that has been captured, say so there.
         split_points: Paths of modules to divide the model at; for a model that has been captured, say so there.
         keep_whole: Paths of modules that are one operator each; for a model that has been captured, say so there.
+        cache: Where captures and profiles are kept from one run to the next; by default the user's own.
         progress: Called now and then with a line for people.
 
     Raises:
@@ -130,6 +133,7 @@ def plan(
             sample_axes=sample_axes,
             split_points=split_points,
             keep_whole=keep_whole,
+            cache=cache,
         )
     if profile is None:
         sizes = profile_sizes(mini_batch_size, micro_batch_sizes)
@@ -139,7 +143,7 @@ def plan(
             profile = _computed_profile(captured.graph, cluster, sizes)
         else:
             say(f"measuring {count} operators at {', '.join(map(str, sizes))} samples")
-            profile = measure_profile(captured, sizes, example_batch)
+            profile = measure_profile(captured, sizes, example_batch, cache=cache)
     problem = PlanningProblem(
         graph=captured.graph,
         profile=profile,
@@ -222,6 +226,7 @@ def verify(
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
     split_points: Sequence[str] = (),
     keep_whole: Sequence[str] = (),
+    cache: DiskCache | None = None,
 ) -> Verification:
     """Compare the loss and every gradient of one step with a single process. All ranks call this.
 
@@ -238,6 +243,7 @@ def verify(
         sample_axes: As they were given to `plan`.
         split_points: As they were given to `plan`.
         keep_whole: As it was given to `plan`.
+        cache: As it was given to `plan`.
 
     Raises:
         GraphPipeError: The strategy is for another model or number of processes, a task failed, or the model is on the
@@ -254,7 +260,13 @@ def verify(
     own = copy.deepcopy(model)
     own.zero_grad(set_to_none=True)
     captured = capture(
-        own, batch, loss_fn=loss_fn, sample_axes=sample_axes, split_points=split_points, keep_whole=keep_whole
+        own,
+        batch,
+        loss_fn=loss_fn,
+        sample_axes=sample_axes,
+        split_points=split_points,
+        keep_whole=keep_whole,
+        cache=cache,
     )
     whole = copy.deepcopy(captured.stage_module([o.name for o in captured.graph.operators]))
     pipeline = Pipeline(captured, strategy)

@@ -15,6 +15,7 @@ from graphpipe.capture.batch import BatchLayout, resize
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.classes import Kind
 from graphpipe.capture.describe import describe
+from graphpipe.capture.division import Division
 from graphpipe.capture.export import (
     Mode,
     ModelOutputs,
@@ -26,6 +27,7 @@ from graphpipe.capture.export import (
     without_gradients,
 )
 from graphpipe.capture.keeping import next_kept
+from graphpipe.capture.kept import KeptCapture, Question
 from graphpipe.capture.leaves import UntraceableModuleError
 from graphpipe.capture.probe import classify
 from graphpipe.capture.specs import LossReduction
@@ -33,6 +35,7 @@ from graphpipe.capture.training_graph import TrainingGraph, clean
 from graphpipe.capture.trial import NUM_SAMPLES
 from graphpipe.capture.units import Granularity, form_units
 from graphpipe.capture.wishes import Wishes
+from graphpipe.disk_cache import DiskCache
 
 
 def capture(
@@ -47,6 +50,7 @@ def capture(
     mode: Mode = Mode.TRAIN,
     free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
+    cache: DiskCache | None = None,
 ) -> CapturedModel:
     """Return a model and its loss as a graph of operators.
 
@@ -78,6 +82,7 @@ def capture(
             along axis 1 and one that has none, even though its axis 0 may have their number. Inputs are meant as in
             `free_sizes`.
         mode: What the model is captured for: an exported graph has one mode, so evaluation needs a capture of its own.
+        cache: Where captures are kept, to be found again by a model that does the same; by default the user's own.
 
     Raises:
         CaptureError: The batch does not fit the model's inputs, or the model cannot be captured: its batch size is
@@ -86,7 +91,15 @@ def capture(
     wishes = Wishes.of(model, split_points, keep_whole)
     layout, tensors = flat_batch(model, example_batch, free_sizes, sample_axes)
     wrapper = ModelWithLoss(model, layout, loss_fn)
-    return _capture(model, wrapper, layout, tensors, loss_fn, name, granularity, wishes, mode)
+    name = name or type(model).__name__
+    options = (name, granularity.value, *(f"split {p}" for p in split_points), *(f"whole {p}" for p in keep_whole))
+    question = Question(model, wrapper, layout, tensors, loss_fn, mode, options)
+    kept = KeptCapture(cache or DiskCache.default(), question)
+    division, reasons = kept.read(), dict[str, str]()
+    if division is None:
+        division, reasons = _divide(model, wrapper, layout, tensors, name, granularity, wishes, mode)
+        kept.write(division)
+    return _captured(division, model, layout, reasons, loss_fn, mode)
 
 
 def capture_evaluation(
@@ -123,7 +136,9 @@ def capture_prediction(
     shape = OutputShape()
     wrapper = ModelOutputs(model, layout, loss_fn or _unused_loss, shape)
     with without_gradients(model):
-        captured = _capture(model, wrapper, layout, tensors, loss_fn, None, Granularity.OPERATOR, wishes, Mode.EVAL)
+        name, mode = type(model).__name__, Mode.EVAL
+        division, reasons = _divide(model, wrapper, layout, tensors, name, Granularity.OPERATOR, wishes, mode)
+    captured = _captured(division, model, layout, reasons, loss_fn, mode)
     return captured, shape.filled
 
 
@@ -131,35 +146,47 @@ def _unused_loss(_: Any, __: Any) -> Tensor:
     raise AssertionError("a prediction computes no loss")
 
 
-def _capture(
+def _divide(
     model: nn.Module,
     wrapper: ModelWithLoss,
     layout: BatchLayout,
     tensors: dict[str, Tensor],
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    name: str | None,
+    name: str,
     granularity: Granularity,
     wishes: Wishes,
     mode: Mode,
-) -> CapturedModel:
+) -> tuple[Division, dict[str, str]]:
+    """Return the division of a model, and why some of its modules are kept whole."""
     graph, reasons = _training_graph(wrapper, model, layout, tensors, mode)
     for path, reason in reasons.items():
         warnings.warn(f"`{path}` is kept whole and takes the whole mini-batch at once: {reason}", stacklevel=3)
     accounting = account(graph, NUM_SAMPLES)
     classification = classify(graph, resize(layout, tensors, NUM_SAMPLES))
     units = form_units(graph, classification, accounting, granularity, wishes)
-    description = describe(name or type(model).__name__, graph, classification, accounting, units)
-    loss_unit = next(nodes for nodes in units.members if graph.loss in nodes)
+    description = describe(name, graph, classification, accounting, units)
+    return Division(graph, classification, units, description), reasons
+
+
+def _captured(
+    division: Division,
+    model: nn.Module,
+    layout: BatchLayout,
+    reasons: Mapping[str, str],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    mode: Mode,
+) -> CapturedModel:
+    graph, classification = division.graph, division.classification
+    loss_unit = next(nodes for nodes in division.units.members if graph.loss in nodes)
     is_batch_wise = any(node in classification.batch_wise for node in loss_unit)
     return CapturedModel(
         model,
-        description,
+        division.description,
         layout,
         _loss_reduction(classification.classes[graph.loss].kind, is_batch_wise),
         _parameter_names(model),
         graph,
         classification,
-        units,
+        division.units,
         Autocast.ambient(),
         reasons,
         loss_fn,

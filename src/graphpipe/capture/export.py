@@ -328,7 +328,7 @@ def export_graph(
         assignments_recorded(model),
         symbolic_builtins(model, wrapper._loss_fn),
         _guard_log() as log,
-        _quiet(),
+        quiet(),
     ):
         try:
             try:
@@ -373,7 +373,7 @@ def _bounds(message: str) -> dict[str, dict[str, int]]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep torch from printing warnings and whole graphs: what went wrong is said in one sentence afterwards."""
     logger = logging.getLogger("torch")
     level = logger.level

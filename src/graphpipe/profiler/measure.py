@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import platform
 import statistics
 import time
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from graphpipe.capture import CapturedModel, StageModule
 from graphpipe.cost.profile import Profile, ProfileSource
+from graphpipe.disk_cache import DiskCache
 from graphpipe.errors import GraphPipeError
-from graphpipe.profiler.cache import cache_path, default_cache_dir, read_profile, write_profile
+from graphpipe.profiler.cache import entry_name, read_profile
 from graphpipe.profiler.saved import SavedBytes
 
 # Counts up when the way of measuring changes, so that older cached profiles are not taken for current ones.
@@ -32,7 +34,7 @@ def measure_profile(
     *,
     device: str | torch.device = "cpu",
     repeats: int = 3,
-    cache_dir: str | Path | None = None,
+    cache: DiskCache | None = None,
 ) -> Profile:
     """Return the measured costs of every operator.
 
@@ -46,7 +48,7 @@ def measure_profile(
         example_batch: A batch; its samples are repeated or cut for each size.
         device: Where to measure.
         repeats: Measurements that a median is taken of.
-        cache_dir: Where profiles are kept; by default ``~/.cache/graphpipe``.
+        cache: Where profiles are kept; by default the user's own.
 
     Raises:
         ValueError: `sizes` is empty or has a size below 1, or `repeats` is below 1.
@@ -75,8 +77,8 @@ def measure_profile(
         "threads": torch.get_num_threads(),
         "repeats": repeats,
     }
-    path = cache_path(Path(cache_dir) if cache_dir is not None else default_cache_dir(), key)
-    stored = read_profile(path, operators, ascending)
+    cache, entry = cache or DiskCache.default(), entry_name(key)
+    stored = read_profile(cache.path(entry), operators, ascending)
     if stored is not None:
         return stored
     _refuse_meta(captured, modules)
@@ -88,7 +90,7 @@ def measure_profile(
     profile = Profile(
         operators, ascending, forward_s, backward_s, saved_bytes, source=ProfileSource.MEASURED, device=name
     )
-    write_profile(path, profile)
+    cache.write(entry, json.dumps(profile.to_json()))
     return profile
 
 

@@ -26,6 +26,7 @@ from graphpipe.capture import (
     capture_evaluation,
     capture_prediction,
 )
+from graphpipe.disk_cache import DiskCache
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
@@ -142,6 +143,7 @@ class Pipeline:
         verify: When to compare loss and gradients with one process; each rank then runs the whole model once.
         compilation: How `torch.compile` compiles each stage; by default stages run as they are, as they do in
             evaluation. The first micro-batches then take the time of the compiler, which `timeout` must allow for.
+        cache: Where captures are kept from one run to the next; by default the user's own.
 
     Attributes:
         num_steps: The updates of the parameters so far, also those before a checkpoint that was taken up.
@@ -174,6 +176,7 @@ class Pipeline:
         keep_whole: Sequence[str] = (),
         verify: Verify | str = Verify.NEVER,
         compilation: Compilation | None = None,
+        cache: DiskCache | None = None,
     ) -> None:
         self.strategy = strategy
         if lr_scheduler is not None and optimizer is None:
@@ -201,6 +204,7 @@ class Pipeline:
         self._compilation = compilation
         if compilation is not None:
             compilation.check(len(strategy.stages.stages))
+        self._cache = cache
         self._programs: dict[int, Program] = {}
         self._source: StageSource | None = None
         self._model = model
@@ -225,6 +229,7 @@ class Pipeline:
             sample_axes=self._sample_axes,
             split_points=self._split_points,
             keep_whole=self._keep_whole,
+            cache=self._cache,
         )
 
     def _build(self, source: StageSource) -> None:
