@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import graphpipe as gp
 from graphpipe.api import Verification, profile_sizes
 from graphpipe.runtime.comparison import gradient_error
 
@@ -28,6 +29,16 @@ def test_a_gradient_is_compared_on_its_own_scale_or_on_the_floor() -> None:
     assert gradient_error(torch.tensor([math.nan, -4.0]), expected, 0.0) == math.inf
     assert gradient_error(None, torch.zeros(2), 0.0) == 0.0
     assert gradient_error(torch.zeros(2), None, 0.0) == 0.0
+
+
+def test_every_public_name_is_there() -> None:
+    for name in gp.__all__:
+        assert callable(getattr(gp, name)), name
+
+
+def test_the_package_of_captures_is_their_function_too() -> None:
+    captured = gp.capture(torch.nn.Sequential(torch.nn.Linear(2, 1)), torch.rand(2, 2), loss_fn=lambda y, _: y.mean())
+    assert isinstance(captured, gp.CapturedModel)
 
 
 def test_a_profile_has_powers_of_two_and_what_was_asked_for() -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphpipe.api import Job, plan, verify
+    from graphpipe.capture import CapturedModel, capture
     from graphpipe.cluster import Cluster, Device, Link
     from graphpipe.disk_cache import DiskCache
     from graphpipe.errors import (
@@ -49,6 +50,7 @@ __version__ = "0.1.0"
 _HOME = {
     "BatchError": "graphpipe.errors",
     "CaptureError": "graphpipe.errors",
+    "CapturedModel": "graphpipe.capture",
     "CheckpointError": "graphpipe.errors",
     "Checkpointer": "graphpipe.runtime.checkpoint",
     "Cluster": "graphpipe.cluster",
@@ -79,6 +81,7 @@ _HOME = {
 __all__ = [
     "BatchError",
     "CaptureError",
+    "CapturedModel",
     "CheckpointError",
     "Checkpointer",
     "Cluster",
@@ -101,6 +104,7 @@ __all__ = [
     "Strategy",
     "StrategyError",
     "TransportKind",
+    "capture",
     "load_model",
     "plan",
     "verify",
@@ -108,6 +112,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "capture":
+        return importlib.import_module("graphpipe.capture")  # The package can be called like the function.
     if name not in _HOME:
         raise AttributeError(f"module 'graphpipe' has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOME[name]), name)

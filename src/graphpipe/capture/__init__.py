@@ -1,5 +1,8 @@
 """Capture: from an unmodified PyTorch model to a graph of operators, and to modules for parts of it."""
 
+import sys
+from types import ModuleType
+
 from graphpipe.capture.api import capture, capture_evaluation, capture_prediction, eager_loss
 from graphpipe.capture.autocast import Autocast
 from graphpipe.capture.captured import CapturedModel
@@ -24,3 +27,12 @@ __all__ = [
     "capture_prediction",
     "eager_loss",
 ]
+
+
+class _Package(ModuleType):
+    """Lets ``graphpipe.capture`` be both this package and its main function."""
+
+    __call__ = staticmethod(capture)
+
+
+sys.modules[__name__].__class__ = _Package

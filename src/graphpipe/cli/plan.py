@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from graphpipe.cli.model_options import ModelOptions, model_options
 from graphpipe.cli.output import print_strategy
 from graphpipe.cluster import Cluster
 from graphpipe.errors import GraphPipeError
@@ -15,7 +16,7 @@ _OPTIMIZERS = ("adam", "momentum", "sgd")
 
 
 @click.command("plan", short_help="find a strategy for a model")
-@click.option("--model", "reference", required=True, metavar="MODULE:FUNCTION", help="Returns the job to plan for.")
+@model_options("Returns the job to plan for.")
 @click.option("--mini-batch-size", required=True, type=click.IntRange(min=1), help="Samples a step.")
 @click.option("--devices", type=click.IntRange(min=1), help="Devices of this machine; by default all of them.")
 @click.option("--cluster", "cluster_file", type=click.Path(path_type=Path), help="A cluster in a JSON file.")
@@ -31,7 +32,7 @@ _OPTIMIZERS = ("adam", "momentum", "sgd")
 )
 @click.option("--out", type=click.Path(path_type=Path), default=Path("strategy.json"), show_default=True)
 def command(
-    reference: str,
+    model: ModelOptions,
     mini_batch_size: int,
     devices: int | None,
     cluster_file: Path | None,
@@ -50,10 +51,9 @@ def command(
     if memory_gb is not None:
         cluster = cluster.with_memory(int(memory_gb * 1e9))
     from graphpipe import api, cost
-    from graphpipe.cli.model_reference import load_job
     from graphpipe.cli.planners import make_planner
 
-    job = load_job(reference)
+    job = model.job()
     messages = Console(stderr=True)
     with messages.status("planning") as status, job.autocasting():
         strategy = api.plan(
@@ -68,6 +68,7 @@ def command(
             sample_axes=job.sample_axes,
             split_points=job.split_points,
             keep_whole=job.keep_whole,
+            cache=model.cache,
             progress=status.update,
         )
     strategy.save(out)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from graphpipe.cli.model_options import ModelOptions, model_options
 from graphpipe.cli.output import print_strategy
 from graphpipe.estimate import estimate
 from graphpipe.files import write_text
@@ -17,23 +18,23 @@ from graphpipe.strategy import Strategy
 
 @click.command("show", short_help="print a strategy, or the shape of a model")
 @click.argument("strategy_file", metavar="[STRATEGY]", required=False, type=click.Path(path_type=Path))
-@click.option("--model", "reference", metavar="MODULE:FUNCTION", help="Show the model of this job instead.")
+@model_options("Show the model of this job instead.", required=False)
 @click.option("--svg", type=click.Path(path_type=Path), help="Draw the stage graph, or the model, into this file.")
 @click.option("--schedule", is_flag=True, help="Print the order of tasks on every device too.")
 @click.option("--operators", is_flag=True, help="With --model: show every operator by itself.")
 def command(
-    strategy_file: Path | None, reference: str | None, svg: Path | None, schedule: bool, operators: bool
+    strategy_file: Path | None, model: ModelOptions | None, svg: Path | None, schedule: bool, operators: bool
 ) -> None:
     """Print a strategy: its stages, devices, predicted time and memory, and a picture of its stage graph.
 
     With --model, print the branches of a model instead, with their share of the work, and why a part is a knot.
     """
-    if (strategy_file is None) == (reference is None):
+    if (strategy_file is None) == (model is None):
         raise click.UsageError("give either a STRATEGY or --model")
-    if reference is not None:
+    if model is not None:
         if schedule:
             raise click.UsageError("--schedule belongs to a STRATEGY; a model has none")
-        _show_model(reference, svg, every_operator=operators)
+        _show_model(model, svg, every_operator=operators)
         return
     if operators:
         raise click.UsageError("--operators belongs to --model")
@@ -48,11 +49,10 @@ def command(
         print(f"stage graph drawn in {svg}")
 
 
-def _show_model(reference: str, svg: Path | None, *, every_operator: bool) -> None:
+def _show_model(model: ModelOptions, svg: Path | None, *, every_operator: bool) -> None:
     from graphpipe.capture import capture
-    from graphpipe.cli.model_reference import load_job
 
-    job = load_job(reference)
+    job = model.job()
     captured = capture(
         job.model,
         job.example_batch,
@@ -60,6 +60,7 @@ def _show_model(reference: str, svg: Path | None, *, every_operator: bool) -> No
         sample_axes=job.sample_axes,
         split_points=job.split_points,
         keep_whole=job.keep_whole,
+        cache=model.cache,
     )
     graph = captured.graph
     print(outline_text(graph, every_operator=every_operator))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphpipe.cli.launch import is_worker, launch, launch_again
+from graphpipe.cli.model_options import ModelOptions, model_options
 from graphpipe.cli.output import write_json
 from graphpipe.errors import GraphPipeError
 from graphpipe.files import write_text
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @click.command("train", short_help="train a model by a strategy")
 @click.argument("strategy_file", metavar="STRATEGY", type=click.Path(path_type=Path))
-@click.option("--model", "reference", required=True, metavar="MODULE:FUNCTION", help="Returns the job planned for.")
+@model_options("Returns the job planned for.")
 @click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--log-every", type=click.IntRange(min=1), default=10, show_default=True, help="Steps between lines.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a Chrome trace of the last step.")
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
 )
 def command(
     strategy_file: Path,
-    reference: str,
+    model: ModelOptions,
     steps: int,
     log_every: int,
     trace: Path | None,
@@ -125,7 +126,7 @@ def command(
         }
         given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
         arguments = [
-            *("train", str(strategy_file), "--model", reference),
+            *("train", str(strategy_file), *model.arguments()),
             *("--steps", str(steps), "--log-every", str(log_every)),
             *("--timeout", str(timeout_s), "--stall-timeout", str(stall_timeout_s)),
             *given,
@@ -139,7 +140,6 @@ def command(
         return
     from graphpipe.cli.checkpoints import TrainingCheckpoints
     from graphpipe.cli.jobs import Batches, default_optimizer
-    from graphpipe.cli.model_reference import load_job
     from graphpipe.runtime.checkpoint import Saving
     from graphpipe.runtime.elastic import strategy_for_this_job
     from graphpipe.runtime.model_file import load_model
@@ -151,7 +151,7 @@ def command(
             strategy, lambda count: _planned_again(strategy, count), datetime.timedelta(seconds=timeout_s)
         )
     strategy.check_world_size(world_size())
-    job = load_job(reference)
+    job = model.job()
     if init is not None:
         load_model(job.model, init)
     with job.autocasting():
@@ -171,6 +171,7 @@ def command(
             sample_axes=job.sample_axes,
             split_points=job.split_points,
             keep_whole=job.keep_whole,
+            cache=model.cache,
         )
     batches = Batches(job, strategy.mini_batch_size)
     if folder is None:
