@@ -193,6 +193,22 @@ def test_ignored_targets_are_counted() -> None:
         stage(captured.flatten_batch(tokens(0, 1, 2, 3, 4)), 4)
 
 
+def test_targets_behind_a_mask_are_counted_as_the_example_has_them() -> None:
+    class Masked(Classifier):
+        def forward(self, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+            return super().forward(x, y.masked_fill(~keep, -100))
+
+    # The mask that the capture tries has two tokens for each sample, by chance.
+    batch = {**tokens(), "keep": torch.ones(4, 3, dtype=torch.bool)}
+    captured = capture(Masked(), batch)
+    assert captured.loss_reduction is LossReduction.MEAN
+    stage = captured.stage_module([operator.name for operator in captured.graph.operators])
+    stage(captured.flatten_batch(batch), 4)
+    batch["keep"][0, 1] = False
+    with pytest.raises(BatchError, match=r"11 of 12 targets .* and 12 should"):
+        stage(captured.flatten_batch(batch), 4)
+
+
 def test_uneven_ignored_targets_need_the_whole_mini_batch() -> None:
     captured = capture(Classifier(), tokens(0, 1, 11))
     assert captured.loss_reduction is LossReduction.WHOLE

@@ -132,7 +132,71 @@ def other_axes() -> dict[str, Any]:
     return {name: max(found) for name, found in errors.items()}
 
 
+class Tokens(nn.Module):
+    """A layer of tokens, with losses of several kinds. One of them is born in a middle stage."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = loss
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, labels: Tensor, keep: Tensor, count: Tensor) -> Tensor:
+        first = torch.tanh(self.a(x))
+        second = torch.tanh(self.b(first))
+        scores = self.c(second).flatten(0, 1)
+        kept = labels.masked_fill(~keep, -100).flatten()
+        match self.kind:
+            case "mean":
+                losses = functional.cross_entropy(scores, labels.flatten(), reduction="none").view(labels.shape)
+                return (losses * keep).sum() / keep.sum()
+            case "mean of samples":
+                losses = functional.cross_entropy(scores, labels.flatten(), reduction="none").view(labels.shape)
+                return ((losses * keep).sum(1) / keep.sum(1)).mean()
+            case "ignored":
+                return functional.cross_entropy(scores, kept)
+            case "sum":
+                return functional.cross_entropy(scores, kept, reduction="sum") / count
+            case "auxiliary":
+                balance = (first.mean((0, 1)) * second.mean((0, 1))).sum()
+                return functional.cross_entropy(scores, labels.flatten()) + 0.1 * second.square().mean() + balance
+            case _:
+                raise AssertionError(self.kind)
+
+
+def tokens_of(num_samples: int, seed: int, *, ragged: bool) -> dict[str, Tensor]:
+    """Return samples of three tokens; of a ragged batch from one to all of a sample's count."""
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.ones(num_samples, 3, dtype=torch.bool)
+    for i in range(num_samples if ragged else 0):
+        keep[i, 1 + i % 3 :] = False
+    return {
+        "x": torch.randn(num_samples, 3, 4, generator=generator),
+        "labels": torch.randint(0, 5, (num_samples, 3), generator=generator),
+        "keep": keep,
+        "count": keep.sum(),
+    }
+
+
+def masks() -> dict[str, Any]:
+    """Means over valid tokens, and losses of several parts, over unequal micro-batches and replicas."""
+    found = {}
+    for loss in ("mean", "mean of samples", "ignored", "sum", "auxiliary"):
+        # In the example batch all tokens may count: that is not to be mistaken for a rule.
+        batches = [tokens_of(10, seed, ragged=seed > 0 or loss == "ignored") for seed in range(3)]
+        captured = capture(Tokens(loss), batches[0])
+        whole = any(operator.is_batch_wise for operator in captured.graph.operators)
+        parts = [
+            ("a", 3, (0, 1)),
+            ("b", 4, (2,)),
+            *([("c", 3, (2,))] if whole else []),
+            ("", 10 if whole else 5, (2,)),
+        ]
+        found[loss] = {**compare(Tokens(loss), parts, batches, 10), "whole": whole}
+    return found
+
+
 def features() -> dict[str, Any]:
     """Run every case; the slow one, which messages have no part in, over one transport."""
     slow = {"compiled": compiled()} if parity.kind is TransportKind.ORDERED else {}
-    return {"sparse": sparse(), "other axes": other_axes(), **slow}
+    return {"sparse": sparse(), "masks": masks(), "other axes": other_axes(), **slow}

@@ -19,7 +19,8 @@ from graphpipe.capture import CapturedModel, capture
 from graphpipe.program import Instruction
 from graphpipe.runtime.checkpoint import Checkpointer
 from graphpipe.runtime.executor import Executor
-from graphpipe.runtime.pipeline import Pipeline, tensor_digest
+from graphpipe.runtime.meeting import tensor_digest
+from graphpipe.runtime.pipeline import Pipeline
 from tests.distributed.cases import batch_of, mean_square
 from tests.distributed.failures import fail, is_at
 from tests.distributed.forked import JobServer

@@ -42,3 +42,11 @@ def test_gradients_of_tables_stay_sparse_unless_a_dense_one_is_added(features: l
 def test_samples_may_be_along_any_axis_or_in_no_axis_of_an_input(features: list[dict[str, Any]]) -> None:
     for result in (r["other axes"] for r in features):
         assert max(result.values()) < RELATIVE, result
+
+
+@pytest.mark.parametrize("loss", ["mean", "mean of samples", "ignored", "sum", "auxiliary"])
+def test_losses_over_valid_tokens_and_of_several_parts(features: list[dict[str, Any]], loss: str) -> None:
+    results = [result["masks"][loss] for result in features]
+    check(results)
+    # What divides by the tokens of the whole mini-batch takes all of it; what does not takes micro-batches.
+    assert all(result["whole"] == (loss in ("mean", "ignored", "auxiliary")) for result in results)

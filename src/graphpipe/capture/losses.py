@@ -7,13 +7,10 @@ it is not, and training would silently optimise something else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
-from graphpipe.capture.nodes import argument_of, operator_name
+from graphpipe.capture.nodes import argument_of, operator_name, value_of
 from graphpipe.errors import BatchError
 
 _CLASSIFICATION = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
@@ -37,13 +34,16 @@ def is_plain_loss(node: fx.Node) -> bool:
     return not (operator_name(node) in _CLASSIFICATION and isinstance(argument_of(node, "weight"), fx.Node))
 
 
-def counted_targets(node: fx.Node, values: Mapping[fx.Node, Any], num_samples: int) -> int | None:
-    """Return how many targets of each sample count in a mean classification loss, None for another operator."""
+def ignores_targets(node: fx.Node) -> bool:
+    """Return whether an operator is a mean classification loss, which leaves out some targets."""
     if operator_name(node) not in _CLASSIFICATION or argument_of(node, "reduction") != _MEAN_REDUCTION:
-        return None
-    target = values[argument_of(node, "target")]
-    if not isinstance(target, Tensor) or target.is_floating_point():
-        return None
+        return False
+    target = value_of(argument_of(node, "target"))
+    return isinstance(target, Tensor) and not target.is_floating_point()
+
+
+def counted_targets(node: fx.Node, target: Tensor, num_samples: int) -> int:
+    """Return how many targets of each sample count in a mean classification loss."""
     return int((target != argument_of(node, "ignore_index")).sum()) // num_samples
 
 

@@ -31,7 +31,7 @@ from graphpipe.capture.evaluate import value_from_inputs
 from graphpipe.capture.filling import has_place_for_each
 from graphpipe.capture.keeping import leaf_of
 from graphpipe.capture.leaves import ModuleLeaf
-from graphpipe.capture.losses import FEW_CLASSES, among_few_classes, counted_targets, is_classification
+from graphpipe.capture.losses import FEW_CLASSES, among_few_classes, counted_targets, ignores_targets, is_classification
 from graphpipe.capture.mixing import lasting_mixtures, starts_mixing
 from graphpipe.capture.nodes import (
     argument_of,
@@ -229,9 +229,13 @@ class _Probe:
             if any(f.kind not in (Kind.PER_SAMPLE, Kind.INDEPENDENT) for f in found):
                 for own, part in zip(self.parts, parts, strict=True):
                     own[node] = part
-            count = counted_targets(node, self.values, NUM_SAMPLES)
-            if count is not None and MEAN in found:
-                self.counted[node] = count
+            if ignores_targets(node) and MEAN in found:
+                # Of the example as it is: the changed one may have another mask.
+                source = argument_of(node, "target")
+                target = value_from_inputs(self.graph, source, self.example, NUM_SAMPLES)
+                self.counted[node] = counted_targets(
+                    node, self.values[source] if target is None else target, NUM_SAMPLES
+                )
         self.classes[node] = pytree.tree_unflatten(found, tree)
 
     def _take_as_whole(self, node: fx.Node) -> None:

@@ -46,6 +46,11 @@ class Batches:
             self._epoch, self._drawn = self._epoch + 1, 0
             self._loader = self._job.batches()
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch and the number in it of the batch that was drawn last, both from 0."""
+        return self._epoch, max(self._drawn - 1, 0)
+
     def state_dict(self) -> dict[str, Any]:
         """Return where in which epoch the batches are, as the loader puts it."""
         loader: Any = self._loader

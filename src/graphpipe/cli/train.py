@@ -19,6 +19,7 @@ from graphpipe.files import write_text
 from graphpipe.strategy import Strategy
 
 if TYPE_CHECKING:
+    from graphpipe.cli.jobs import Batches
     from graphpipe.runtime.pipeline import Pipeline
 
 
@@ -175,12 +176,12 @@ def command(
         )
     batches = Batches(job, strategy.mini_batch_size)
     if folder is None:
-        _train(pipeline, iter(batches), steps, log_every, lambda: None)
+        _train(pipeline, batches, iter(batches), steps, log_every, lambda: None)
     else:
         checkpoints = TrainingCheckpoints(
             pipeline, batches, folder, save_every=save_every, keep=keep, saving=Saving(saving)
         )
-        _train(pipeline, checkpoints.resume(resume_from), steps, log_every, checkpoints.step_done)
+        _train(pipeline, batches, checkpoints.resume(resume_from), steps, log_every, checkpoints.step_done)
         checkpoints.close()
     _write(pipeline, trace, report, save)
 
@@ -197,13 +198,18 @@ def _planned_again(strategy: Strategy, num_devices: int) -> Strategy:
 
 
 def _train(
-    pipeline: Pipeline, stream: Iterator[Any], steps: int, log_every: int, step_done: Callable[[], None]
+    pipeline: Pipeline,
+    batches: Batches,
+    stream: Iterator[Any],
+    steps: int,
+    log_every: int,
+    step_done: Callable[[], None],
 ) -> None:
     from graphpipe.runtime.process_group import rank
 
     since, samples, before = time.perf_counter(), 0, pipeline.num_steps
     for batch in islice(stream, max(0, steps - before)):
-        result = pipeline.step(batch)
+        result = pipeline.step(batch, position=batches.position)
         samples += result.num_samples
         done = pipeline.num_steps
         if rank() == 0 and (done % log_every == 0 or done == steps):

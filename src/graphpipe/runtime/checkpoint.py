@@ -31,6 +31,7 @@ from graphpipe.runtime.checkpoint_state import (
     set_random_state,
     storable,
 )
+from graphpipe.runtime.meeting import Meeting
 from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.plain_data import decode, encode
 from graphpipe.runtime.process_group import rank, world_size
@@ -173,6 +174,7 @@ class Checkpointer:
                 f"{step}, did not go on from; restore it before the first step, or name another folder"
             )
         with joint_operation("the saving of a checkpoint", FILES_TIMEOUT):
+            self._pipeline.meet(Meeting.CHECKPOINT)
             state = self._ranks.everywhere(self._state)
             self._ranks.on_first_rank(lambda: self._folder.begin(step))
             if self._saving is Saving.ASYNCHRONOUS:

@@ -21,13 +21,12 @@ from graphpipe.capture import (
     Autocast,
     CapturedModel,
     Draws,
-    ValueSpec,
     capture,
     capture_evaluation,
     capture_prediction,
 )
 from graphpipe.disk_cache import DiskCache
-from graphpipe.errors import BatchError, GraphPipeError
+from graphpipe.errors import GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
 from graphpipe.runtime.comparison import default_tolerance, gradient_error, loss_error, single_process, smallest_scale
@@ -36,6 +35,15 @@ from graphpipe.runtime.evaluation import Evaluation
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.initialise import Init, fill_own
 from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
+from graphpipe.runtime.meeting import (
+    Meeting,
+    Meetings,
+    Position,
+    broadcast_text,
+    check_batches,
+    check_shared,
+    tensor_digest,
+)
 from graphpipe.runtime.model_file import save_model
 from graphpipe.runtime.peak_memory import peak_memory_bytes
 from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, join, rank, world_size
@@ -209,8 +217,8 @@ class Pipeline:
         self._source: StageSource | None = None
         self._model = model
         self._executor: Executor | None = None
-        self._evaluated: dict[tuple[str, str], tuple[CapturedModel, Structured | None]] = {}
-        self._evaluations: dict[tuple[str, str, int], Evaluation] = {}
+        self._evaluated: dict[tuple[Meeting, str], tuple[CapturedModel, Structured | None]] = {}
+        self._evaluations: dict[tuple[Meeting, str, int], Evaluation] = {}
         self._batches_agree = False
         self.num_steps = 0
         self._seed = seed
@@ -235,7 +243,7 @@ class Pipeline:
     def _build(self, source: StageSource) -> None:
         self.strategy.check_model(source.graph)
         join(self.strategy, self._transport_timeout)
-        self._watchdog.start(rank(), world_size(), _broadcast_text)
+        self._watchdog.start(rank(), world_size(), broadcast_text)
         limit = None if self._init is None else FILES_TIMEOUT
         with self._watchdog.operation("the comparison of the strategies and parameters", limit):
             check_agreement("strategies", _digest(self.strategy), "load the same strategy")
@@ -250,6 +258,7 @@ class Pipeline:
         reductions = self._program(self.strategy.mini_batch_size).reductions
         transport = make_transport(self._transport_kind, [r.devices for r in reductions], self._transport_timeout)
         self._source = source
+        self._meetings = Meetings(transport, len(source.inputs))
         self._executor = Executor(rank(), source, modules, transport, clock_for(device), device)
         self._executor.position = self._watchdog.cells
         if self._compilation is not None:
@@ -306,22 +315,7 @@ class Pipeline:
         own = named_tensors(modules)
         source.adopt(fill_own(source.model, own, self._init))
         held = {name: tensor_digest(t) for name, t in named_tensors(self._own_stages(source)).items()}
-        self._check_shared(held, "values for", "the init must give the same on all of them")
-
-    def _check_shared(
-        self, digests: Mapping[str, str], what: str, way_out: str, kind: type[GraphPipeError] = GraphPipeError
-    ) -> None:
-        """Check that all ranks that know a name know the same digest of it.
-
-        Raises:
-            GraphPipeError: Two ranks have different ones; an error of `kind`.
-        """
-        seen: dict[str, tuple[int, str]] = {}
-        for source in range(dist.get_world_size()):
-            for name, digest in json.loads(_broadcast_text(json.dumps(digests), source)).items():
-                other, expected = seen.setdefault(name, (source, digest))
-                if digest != expected:
-                    raise kind(f"ranks {other} and {source} were given different {what} {name!r}; {way_out}")
+        check_shared(held, "values for", "the init must give the same on all of them")
 
     def _program(self, mini_batch_size: int) -> Program:
         if mini_batch_size not in self._programs:
@@ -336,7 +330,7 @@ class Pipeline:
             )
         return self._programs[mini_batch_size]
 
-    def step(self, batch: Any) -> StepResult:
+    def step(self, batch: Any, *, position: Position | None = None) -> StepResult:
         """Train on one mini-batch: forward and backward passes, the sum over replicas, the optimizer.
 
         Gradients that `accumulate` has gathered since the last update are part of it.
@@ -344,12 +338,16 @@ class Pipeline:
         Args:
             batch: The mini-batch, the same on every rank: all of it, or at least the rank's `required_inputs`. It may
                 have another number of samples than the strategy's mini-batch.
+            position: The epoch and the number of the batch in it, to compare between ranks: loaders that start again
+                at their end, and have different lengths, are an error then. A rank that has no more batches than
+                others, and does something else, is one anyway.
 
         Raises:
-            BatchError: The batch does not have the inputs that the model was captured with.
+            BatchError: The batch does not have the inputs that the model was captured with, or ranks have different
+                ones.
             GraphPipeError: A task failed.
         """
-        return self._run(batch, keeps=self._has_accumulated, updates=True)
+        return self._run(batch, keeps=self._has_accumulated, updates=True, position=position)
 
     def forward_backward(self, batch: Any) -> StepResult:
         """Compute the loss and the gradients of one mini-batch and leave the parameters as they are.
@@ -396,7 +394,7 @@ class Pipeline:
             CaptureError: The model cannot be captured in eval mode.
             GraphPipeError: A task failed.
         """
-        evaluation, inputs, _ = self._evaluation("loss", batch)
+        evaluation, inputs, _ = self._evaluation(Meeting.EVALUATION, batch)
         with self._watchdog.operation("an evaluation"):
             loss, _ = self._run_evaluation(evaluation, inputs, "an evaluation")
         self._sum_over_ranks("the sum of the loss", loss)
@@ -414,11 +412,11 @@ class Pipeline:
             CaptureError: The model cannot be captured in eval mode.
             GraphPipeError: A task failed.
         """
-        evaluation, inputs, structured = self._evaluation("output", batch)
+        evaluation, inputs, structured = self._evaluation(Meeting.PREDICTION, batch)
         assert structured is not None
         with self._watchdog.operation("a prediction"):
             _, pieces = self._run_evaluation(evaluation, inputs, "a prediction")
-            gathered = self._gather(pieces)
+            gathered = self._gather_all(pieces, keeps=True)
         return structured(evaluation.joined(gathered))
 
     def _run_evaluation(
@@ -431,22 +429,22 @@ class Pipeline:
         self._watchdog.has_run()
         return found
 
-    def _evaluation(self, kind: str, batch: Any) -> tuple[Evaluation, dict[str, Tensor], Structured | None]:
+    def _evaluation(self, meeting: Meeting, batch: Any) -> tuple[Evaluation, dict[str, Tensor], Structured | None]:
         trained = self._source
         if not isinstance(trained, CapturedModel):
             raise GraphPipeError("run a step first, or make the pipeline with example_batch, before an evaluation")
         options: dict[str, Any] = {"loss_fn": trained.loss_fn, "sample_axes": trained.sample_axes}
-        key = (kind, trained.kind_of(batch))
+        key = (meeting, trained.kind_of(batch))
         if key not in self._evaluated:
             with trained.autocast.applied():
-                if kind == "loss":
+                if meeting is Meeting.EVALUATION:
                     self._evaluated[key] = capture_evaluation(trained.model, batch, **options), None
                 else:
                     self._evaluated[key] = capture_prediction(trained.model, batch, **options)
         captured, structured = self._evaluated[key]
         inputs = captured.flatten_batch(batch)
         with self._watchdog.operation("the comparison of the batches"):
-            count = self._agreed_count(captured, inputs)
+            count = self._meetings.num_samples(meeting, captured, inputs, position=None)
         sized = (*key, count)
         if sized not in self._evaluations:
             self._evaluations[sized] = Evaluation.of(
@@ -465,7 +463,7 @@ class Pipeline:
         """Whether there are gradients of `accumulate` that no update has used."""
         return self._has_accumulated
 
-    def _run(self, batch: Any, *, keeps: bool, updates: bool) -> StepResult:
+    def _run(self, batch: Any, *, keeps: bool, updates: bool, position: Position | None = None) -> StepResult:
         if self._executor is None or self._source is None:
             assert isinstance(self._model, nn.Module)
             self._build(self._capture(self._model, batch))
@@ -473,10 +471,11 @@ class Pipeline:
         inputs = self._source.flatten_batch(batch, self.required_inputs)
         self._executor.source = self._source.sized(inputs)
         with self._watchdog.operation("the comparison of the batches"):
-            count = self._agreed_count(self._source, inputs)
+            count = self._meetings.num_samples(Meeting.MINI_BATCH, self._source, inputs, position)
             program = self._program(count)
             if not self._batches_agree:
-                self._check_batches(inputs)
+                check_batches(inputs)
+                self._batches_agree = True
         self._check_autocast(self._source)
         if self._loss_scaler is not None:
             self._executor.loss_scale = self._loss_scaler.scale
@@ -565,7 +564,7 @@ class Pipeline:
         own = max(errors.items(), key=lambda item: item[1])
         worst = own
         for source in range(dist.get_world_size()):
-            name, error = json.loads(_broadcast_text(json.dumps([own[0], min(own[1], 1e300)]), source))
+            name, error = json.loads(broadcast_text(json.dumps([own[0], min(own[1], 1e300)]), source))
             worst = max(worst, (name, error), key=lambda item: (item[1], item[0]))
         if worst[1] > tolerance:
             what = f"the gradient of {worst[0]!r}" if worst[0] else "the loss"
@@ -573,49 +572,6 @@ class Pipeline:
                 f"the strategy does not give what one process gives on the first batch: {what} differs by "
                 f"{worst[1]:.1e} of its size, allowed {tolerance:.0e}; loss {found:.9g}, one process {expected:.9g}"
             )
-
-    def _agreed_count(self, source: StageSource, inputs: Mapping[str, Tensor]) -> int:
-        """Return the samples of a mini-batch, before any message of another size is on its way.
-
-        Raises:
-            BatchError: Two ranks were given another number of samples, or other shapes of an input.
-        """
-        shapes = [_number(spec, inputs[name]) if name in inputs else 0 for name, spec in source.inputs.items()]
-        table = torch.zeros((dist.get_world_size(), 1 + len(shapes)), dtype=torch.int64)
-        table[rank()] = torch.tensor([source.num_samples(inputs), *shapes], dtype=torch.int64)
-        self._built().transport.all_reduce(range(len(table)), table)
-        for column, name in enumerate(["", *source.inputs]):
-            given = [(other, found) for other, found in enumerate(table[:, column].tolist()) if found]
-            for other, found in given[1:]:
-                first, expected = given[0]
-                if found != expected:
-                    what = (
-                        f"another shape of {name!r} than rank {other}"
-                        if name
-                        else f"{expected} samples and rank {other} one of {found}"
-                    )
-                    raise BatchError(f"rank {first} was given a batch of {what}; every rank needs the same batch")
-        count = int(table[:, 0].max())
-        if not count:
-            raise BatchError("no rank was given an input that holds samples")
-        return count
-
-    def _check_batches(self, inputs: Mapping[str, Tensor]) -> None:
-        """Check once that all ranks were given the same batch.
-
-        A loader that every rank shuffles in its own way would train without an error, and wrongly.
-
-        Raises:
-            BatchError: Two ranks have different tensors for an input.
-        """
-        self._check_shared(
-            {name: tensor_digest(inputs[name]) for name in inputs},
-            "tensors for input",
-            "every rank needs the same batch: make it with the same seed, and shuffle it in the same way, on all of "
-            "them",
-            BatchError,
-        )
-        self._batches_agree = True
 
     @property
     def loss_scaler(self) -> LossScaler | None:
@@ -696,7 +652,7 @@ class Pipeline:
                     save_model(state, path)
                 except GraphPipeError as error:
                     failure = str(error)
-            failure = _broadcast_text(failure, 0)
+            failure = broadcast_text(failure, 0)
         if failure:
             raise GraphPipeError(failure)
 
@@ -711,7 +667,9 @@ class Pipeline:
             mine: This rank's tensors.
             ranks: Those that keep what they get; by default all.
         """
+        self._built()
         with self._watchdog.operation("the gathering of tensors", FILES_TIMEOUT):
+            self._meetings.meet(Meeting.GATHERING)
             return self._gather_all(mine, keeps=ranks is None or rank() in ranks)
 
     def _gather_all(self, mine: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor]:
@@ -719,7 +677,7 @@ class Pipeline:
         found: dict[str, Tensor] = {}
         seen: set[str] = set()
         for source in range(dist.get_world_size()):
-            layout = json.loads(_broadcast_text(header, source))
+            layout = json.loads(broadcast_text(header, source))
             for name, (shape, dtype) in layout.items():
                 if name in seen:
                     continue
@@ -738,7 +696,9 @@ class Pipeline:
 
         The processes of one machine share its clock; on several machines the clocks must agree (NTP).
         """
+        self._built()
         with self._watchdog.operation("the gathering of the trace"):
+            self._meetings.meet(Meeting.TRACE)
             return self._gather_trace()
 
     def _gather_trace(self) -> Trace:
@@ -765,6 +725,15 @@ class Pipeline:
         self._built().transport.all_reduce(range(len(peaks)), peaks)
         return Trace(TraceSource.MEASURED, len(tables), tuple(gathered), tuple(peaks.tolist()))
 
+    def meet(self, meeting: Meeting) -> None:
+        """Return once all ranks begin the same.
+
+        Raises:
+            GraphPipeError: One begins something else.
+        """
+        self._built()
+        self._meetings.meet(meeting)
+
     def _built(self) -> Executor:
         if self._executor is None:
             raise GraphPipeError("the model is captured with the first batch; run a step first, or give example_batch")
@@ -773,21 +742,6 @@ class Pipeline:
 
 def _shapes(inputs: Mapping[str, Tensor]) -> tuple[tuple[str | int, ...], ...]:
     return tuple((name, *tensor.shape) for name, tensor in inputs.items())
-
-
-def _number(spec: ValueSpec, tensor: Tensor) -> int:
-    """Return a number above zero that differs for another shape, apart from the number of samples."""
-    shape = [size for i, size in enumerate(tensor.shape) if spec.layout is None or i != spec.layout.axis]
-    return 1 + int(hashlib.sha256(str(tuple(shape)).encode()).hexdigest()[:15], 16)
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """Return a hash of a tensor's shape, type and bytes."""
-    found = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
-    if tensor.numel():
-        # Hashed in place: a batch may be large.
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _digest(strategy: Strategy) -> str:
@@ -811,16 +765,6 @@ def _parameters_digest(source: StageSource) -> str:
     """Return a hash of all parameters: replicas and tied copies must start equal to stay so."""
     digests = sorted((name, tensor_digest(parameter)) for name, parameter in _all_parameters(source).items())
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
-
-
-def _broadcast_text(text: str, source: int) -> str:
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    size = torch.tensor([len(data)])
-    dist.broadcast(size, src=source)
-    if source != rank():
-        data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=source)
-    return bytes(data.tolist()).decode()
 
 
 def _warm_up_autograd() -> None:

@@ -1,0 +1,194 @@
+"""What ranks tell each other before they do something together, so that a difference is an error and not a hang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphpipe.capture.specs import ValueSpec
+from graphpipe.errors import BatchError, GraphPipeError
+from graphpipe.runtime.process_group import rank
+from graphpipe.runtime.stages import StageSource
+from graphpipe.runtime.transport import Transport
+
+Position = tuple[int, int]
+"""The epoch and the number of a batch in it, both from 0."""
+
+# The columns of the table that ranks exchange: what they do, with which batch of how many samples, then its inputs.
+_NUM_COLUMNS_BEFORE_INPUTS = 4
+
+
+class Meeting(IntEnum):
+    """What all ranks do together."""
+
+    MINI_BATCH = 1
+    EVALUATION = 2
+    PREDICTION = 3
+    GATHERING = 4
+    TRACE = 5
+    CHECKPOINT = 6
+
+    def __str__(self) -> str:
+        """Return what it is called in messages."""
+        return {Meeting.MINI_BATCH: "a mini-batch", Meeting.EVALUATION: "an evaluation"}.get(
+            self, f"a {self.name.lower()}"
+        )
+
+
+class Meetings:
+    """Compares what ranks are about to do, in one sum over all ranks.
+
+    Args:
+        transport: Sums over ranks.
+        num_inputs: Of the model in training. The table has a column for each; where an evaluation has more inputs, some
+            share one.
+    """
+
+    def __init__(self, transport: Transport, num_inputs: int) -> None:
+        self._transport = transport
+        self._num_inputs = max(1, num_inputs)
+
+    def meet(self, meeting: Meeting) -> None:
+        """Return once all ranks do the same.
+
+        Raises:
+            GraphPipeError: One does something else.
+        """
+        self._exchange([meeting])
+
+    def num_samples(
+        self, meeting: Meeting, source: StageSource, inputs: Mapping[str, Tensor], position: Position | None
+    ) -> int:
+        """Return the samples of a batch that all ranks are about to use, before any message of another size comes.
+
+        Args:
+            meeting: What they do with it.
+            source: The model.
+            inputs: What this rank was given of the batch.
+            position: Which batch it is, if that is known.
+
+        Raises:
+            GraphPipeError: A rank does something else.
+            BatchError: Two ranks were given another batch, number of samples, or shape of an input.
+        """
+        names = list(source.inputs)
+        columns = [names[i :: self._num_inputs] for i in range(self._num_inputs)]
+        shapes = [
+            _number([(source.inputs[n], inputs[n]) for n in column]) if column and inputs.keys() >= {*column} else 0
+            for column in columns
+        ]
+        epoch, number = (0, 0) if position is None else position
+        # One more than the batch's place, since 0 stands for a rank that says nothing.
+        place = 0 if position is None else (epoch << 32) + number + 1
+        table = self._exchange([meeting, place, source.num_samples(inputs), 0, *shapes])
+        for first, other, (one, another) in _differences(table[:, 1].tolist()):
+            raise BatchError(
+                f"rank {first} is at {_place(one)} and rank {other} at {_place(another)}: their loaders have different "
+                "numbers of batches; give every rank as many"
+            )
+        for first, other, (one, another) in _differences(table[:, 2].tolist()):
+            raise BatchError(
+                f"rank {first} was given a batch of {one} samples and rank {other} one of {another}; every rank needs "
+                "the same batch"
+            )
+        for column, found in zip(columns, table[:, _NUM_COLUMNS_BEFORE_INPUTS:].T.tolist(), strict=True):
+            for first, other, _ in _differences(found):
+                told = " or ".join(map(repr, column))
+                raise BatchError(
+                    f"rank {first} was given a batch of another shape of {told} than rank {other}; every rank needs "
+                    "the same batch"
+                )
+        count = int(table[:, 2].max())
+        if not count:
+            raise BatchError("no rank was given an input that holds samples")
+        return count
+
+    def _exchange(self, own: list[int]) -> Tensor:
+        """Return ``[ranks, columns]`` what each rank tells. The table always has one size, so that any two meet."""
+        table = torch.zeros((dist.get_world_size(), _NUM_COLUMNS_BEFORE_INPUTS + self._num_inputs), dtype=torch.int64)
+        table[rank(), : len(own)] = torch.tensor(own, dtype=torch.int64)
+        self._transport.all_reduce(range(len(table)), table)
+        for first, other, (one, another) in _differences(table[:, 0].tolist()):
+            raise GraphPipeError(
+                f"rank {first} begins {Meeting(one)} and rank {other} {Meeting(another)}; all ranks do the same in the "
+                "same order: do their loaders have different numbers of batches?"
+            )
+        return table
+
+
+def _differences(column: list[int]) -> list[tuple[int, int, tuple[int, int]]]:
+    """Return the ranks whose number, if it is not 0, differs from the first such number, with both."""
+    given = [(number, found) for number, found in enumerate(column) if found]
+    return [(given[0][0], other, (given[0][1], found)) for other, found in given[1:] if found != given[0][1]]
+
+
+def _place(number: int) -> str:
+    epoch, batch = divmod(number - 1, 1 << 32)
+    return f"batch {batch + 1} of epoch {epoch + 1}"
+
+
+def _number(inputs: list[tuple[ValueSpec, Tensor]]) -> int:
+    """Return a number above zero that differs for other shapes, apart from the number of samples."""
+    shapes = [
+        [size for i, size in enumerate(tensor.shape) if spec.layout is None or i != spec.layout.axis]
+        for spec, tensor in inputs
+    ]
+    return 1 + int(hashlib.sha256(str(shapes).encode()).hexdigest()[:15], 16)
+
+
+def check_shared(
+    digests: Mapping[str, str], what: str, way_out: str, kind: type[GraphPipeError] = GraphPipeError
+) -> None:
+    """Check that all ranks that know a name know the same digest of it.
+
+    Raises:
+        GraphPipeError: Two ranks have different ones; an error of `kind`.
+    """
+    seen: dict[str, tuple[int, str]] = {}
+    for source in range(dist.get_world_size()):
+        for name, digest in json.loads(broadcast_text(json.dumps(digests), source)).items():
+            other, expected = seen.setdefault(name, (source, digest))
+            if digest != expected:
+                raise kind(f"ranks {other} and {source} were given different {what} {name!r}; {way_out}")
+
+
+def check_batches(inputs: Mapping[str, Tensor]) -> None:
+    """Check that all ranks were given the same batch.
+
+    A loader that every rank shuffles in its own way would train without an error, and wrongly.
+
+    Raises:
+        BatchError: Two ranks have different tensors for an input.
+    """
+    check_shared(
+        {name: tensor_digest(inputs[name]) for name in inputs},
+        "tensors for input",
+        "every rank needs the same batch: make it with the same seed, and shuffle it in the same way, on all of them",
+        BatchError,
+    )
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Return a hash of a tensor's shape, type and bytes."""
+    found = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
+    if tensor.numel():
+        # Hashed in place: a batch may be large.
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def broadcast_text(text: str, source: int) -> str:
+    """Return the text that one rank gives. All ranks must call this."""
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, src=source)
+    if source != rank():
+        data = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=source)
+    return bytes(data.tolist()).decode()
