@@ -11,10 +11,13 @@ from graphpipe.cli.show import command
 from graphpipe.disk_cache import DiskCache
 
 JOB = """
+import torch
+
 import graphpipe as gp
 from graphpipe.models import MMT, MMTConfig
 
 def job():
+    torch.manual_seed(0)
     config = MMTConfig(num_branches=2, num_layers=1)
     return gp.Job(model=MMT(config), example_batch=config.example_batch(2), keep_whole=["towers.0"])
 """
