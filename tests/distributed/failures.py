@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from graphpipe.capture import CapturedModel, capture
+from graphpipe.errors import GraphPipeError
 from graphpipe.program import AwaitReceive, AwaitReduction, Compute, Instruction, OptimizerStep
+from graphpipe.runtime import watchdog
 from graphpipe.runtime.checkpoint import Checkpointer
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.pipeline import Pipeline
@@ -47,6 +49,14 @@ def fail(how: str, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "kill-both" | "stop-both":
+            assert watchdog._watchdog is not None
+            assert watchdog._watchdog._process is not None
+            number = signal.SIGKILL if how == "kill-both" else signal.SIGSTOP
+            for pid in (watchdog._watchdog._process.pid, os.getpid()):
+                os.kill(pid, number)
+        case "refuse":
+            raise GraphPipeError("planted")
         case "loop":
             while True:
                 pass

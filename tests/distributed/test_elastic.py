@@ -66,6 +66,9 @@ def slow():
     return job({seed: lambda: time.sleep(1.0) for seed in range(5, 10)}, every_rank=True)
 
 def unlucky():
+    if os.environ["RANK"] == "1" and not Path("failed-at-start").exists():
+        Path("failed-at-start").touch()
+        raise OSError("rank 1 cannot read its data")
     return job({5: lambda: os.kill(os.getpid(), signal.SIGKILL)})
 
 def unlucky_later():
@@ -135,14 +138,16 @@ def test_a_job_goes_on_by_itself_and_with_fewer_processes(tmp_path: Path) -> Non
     cluster = Cluster.uniform(3, memory_bytes=10**9)
     plan(job.model, job.example_batch, mini_batch_size=8, cluster=cluster).save(tmp_path / "strategy.json")
 
-    # A process is killed before step 6; the last checkpoint is of step 4.
+    # A process fails before there is a watchdog, and is killed before step 6; the last checkpoint is of step 4.
     command = f"train strategy.json --model jobs:unlucky --steps 8 --elastic {EVERY} --save a.safetensors"
     done = graphpipe(tmp_path, command)
     assert done.returncode == 0, done.stdout + done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: rank 1 died at the code between two steps in step 5")
-    assert "restart 1 of 3 with 3 processes, from the newest checkpoint" in done.stderr
+    assert len(errors) == 2
+    assert errors[0].startswith("error: rank 1: ")
+    assert "OSError: rank 1 cannot read its data" in done.stderr
+    assert errors[1].startswith("error: rank 1 died at the code between two steps in step 5")
+    assert "restart 2 of 3 with 3 processes, from the newest checkpoint" in done.stderr
     assert "going on after step 4, from the checkpoint in checkpoints" in done.stdout
     steady = graphpipe(tmp_path, "train strategy.json --model jobs:steady --steps 8 --save b.safetensors")
     assert steady.returncode == 0, steady.stderr
@@ -199,7 +204,8 @@ def test_a_job_on_two_machines_goes_on_with_the_one_that_is_left(tmp_path: Path)
     assert "step 10/10" in said
 
 
-def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "jobs.py").write_text(JOBS)
     job = load_job(f"{tmp_path}/jobs.py:steady")
     cluster = Cluster.uniform(2, memory_bytes=10**9)
@@ -210,14 +216,20 @@ def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
         wait_for(lambda: "step 5/10" in (tmp_path / "output").read_text())
         processes = launcher.processes()
         assert len(processes) >= 5  # itself, two ranks, two watchdogs
-        os.kill(launcher.process.pid, signal.SIGKILL)
-        launcher.process.wait(10)
+        os.kill(launcher.process.pid, number)
+        code = launcher.process.wait(30)
         killed_s = time.monotonic()
         wait_for(lambda: not any(is_running(pid) for pid in processes))
         assert time.monotonic() - killed_s < 10.0
     finally:
         launcher.kill()
-    assert "its launcher is gone" in (tmp_path / "output").read_text()
+    said = (tmp_path / "output").read_text()
+    if number is signal.SIGKILL:
+        assert "its launcher is gone" in said
+    else:
+        assert code == 128 + number
+        assert said.endswith("stopped\n")
+        assert "Traceback" not in said
 
 
 def test_elastic_needs_checkpoints(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import random
 import resource
@@ -418,3 +419,97 @@ def test_a_step_that_is_not_there_and_wrong_arguments(folder: Path) -> None:
     for arguments in ({"keep": 0}, {"save_every": 0}):
         with pytest.raises(ValueError, match="at least 1, not 0"):
             gp.Checkpointer(pipeline, folder, **arguments)
+
+
+def test_batches_that_are_drawn_while_a_checkpoint_is_written_are_not_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    finish = CheckpointFolder.finish
+
+    def slowly(*arguments: Any, **options: Any) -> None:
+        assert goes_on.wait(30)
+        finish(*arguments, **options)
+
+    monkeypatch.setattr(CheckpointFolder, "finish", slowly)
+    pipeline = make()
+    with gp.Checkpointer(pipeline, tmp_path, saving=gp.Saving.ASYNCHRONOUS) as checkpoints:
+        for seed in checkpoints.remaining(range(4)):
+            pipeline.step(batch_of(seed))
+            if seed == 1:
+                checkpoints.save()
+        goes_on.set()
+    pipeline = make()
+    with gp.Checkpointer(pipeline, tmp_path) as checkpoints:
+        checkpoints.restore()
+        assert list(checkpoints.remaining(range(4))) == [2, 3]
+
+
+def test_a_large_state_is_written_as_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphpipe.runtime.checkpoint._FILE_BYTES", 100)
+    pipeline = make()
+    pipeline.step(batch_of(0))
+    with gp.Checkpointer(pipeline, tmp_path) as checkpoints:
+        checkpoints.save()
+    files = list((tmp_path / "step-00000001").glob("*.safetensors"))
+    assert len(files) > 3
+    again = make()
+    with gp.Checkpointer(again, tmp_path) as checkpoints:
+        checkpoints.restore()
+    assert same(state_of(again), state_of(pipeline))
+    pipeline.step(batch_of(1))
+    again.step(batch_of(1))
+    assert same(state_of(again), state_of(pipeline))
+
+
+def test_a_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=torch.tensor(0.1))
+
+    pipeline = make(optimizer=adamw)
+    assert pipeline.optimizer is not None
+    with gp.Checkpointer(pipeline, tmp_path) as checkpoints:
+        pipeline.step(batch_of(0))
+        pipeline.optimizer.param_groups[0]["lr"].fill_(0.3)
+        checkpoints.save()
+    again = make(optimizer=adamw)
+    assert again.optimizer is not None
+    rate = again.optimizer.param_groups[0]["lr"]
+    with gp.Checkpointer(again, tmp_path) as checkpoints:
+        checkpoints.restore()
+    assert again.optimizer.param_groups[0]["lr"] is rate
+    assert torch.equal(rate, torch.tensor(0.3))
+
+
+class Expanded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.ones(1).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.one)
+
+
+def test_a_buffer_whose_entries_share_memory_is_kept_or_refused(tmp_path: Path) -> None:
+    with gp.Checkpointer(make(Expanded()), tmp_path) as checkpoints:
+        checkpoints.save()
+    with gp.Checkpointer(make(Expanded()), tmp_path) as checkpoints:
+        checkpoints.restore()
+    other = Expanded()
+    other.one = torch.full((1,), 2.0).expand(3)
+    with (
+        gp.Checkpointer(make(other), tmp_path) as checkpoints,
+        pytest.raises(gp.CheckpointError, match="'one' cannot be set"),
+    ):
+        checkpoints.restore()
+
+
+def test_a_queue_among_the_files_is_refused(folder: Path) -> None:
+    (shard,) = (folder / "step-00000002").glob("*.safetensors")
+    shard.unlink()
+    os.mkfifo(shard)
+    with (
+        gp.Checkpointer(make(), folder) as checkpoints,
+        pytest.raises(gp.CheckpointError, match=r"not a file, but a device or a queue; .*restore\(1\)"),
+    ):
+        checkpoints.restore()

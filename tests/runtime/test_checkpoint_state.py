@@ -53,15 +53,19 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Schedule]] = {
 }
 # Groups by the parameters that a rank holds: a user's factory makes a group of each rate.
 PLANS = {"parts": ("ab", "cd"), "whole": ("abcd",), "crossed": ("da", "bc", "cb")}
+# A rank may have none of the parameters of a group that its user makes all the same.
+KEEPS_EMPTY = (False, True)
 
 
 class Rank:
     """One rank's optimizer and schedule."""
 
-    def __init__(self, names: str, make: Callable[[torch.optim.Optimizer], Schedule]) -> None:
+    def __init__(
+        self, names: str, make: Callable[[torch.optim.Optimizer], Schedule], *, keeps_empty: bool = False
+    ) -> None:
         self.parameters = {name: nn.Parameter(torch.ones(2)) for name in names}
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
-        rates = list(dict.fromkeys(RATES[name] for name in names))
+        rates = list(dict.fromkeys(RATES[name] for name in (NAMES if keeps_empty else names)))
         groups = [
             {"params": [self.parameters[n] for n in names if RATES[n] == rate], "lr": rate, "initial_rate": rate}
             for rate in rates
@@ -90,10 +94,13 @@ class Rank:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("saved_under", PLANS)
-def test_a_schedule_goes_on_with_other_parameter_groups(schedule: str, saved_under: str, plan: str) -> None:
+@pytest.mark.parametrize("keeps_empty", KEEPS_EMPTY)
+def test_a_schedule_goes_on_with_other_parameter_groups(
+    schedule: str, saved_under: str, plan: str, keeps_empty: bool
+) -> None:
     make = SCHEDULES[schedule]
     alone = Rank(NAMES, make)
-    before = [Rank(names, make) for names in PLANS[saved_under]]
+    before = [Rank(names, make, keeps_empty=keeps_empty) for names in PLANS[saved_under]]
     for rank in (alone, *before):
         rank.step(3)
     tensors: dict[str, Tensor] = {}
@@ -108,7 +115,7 @@ def test_a_schedule_goes_on_with_other_parameter_groups(schedule: str, saved_und
         )
         for rank in before
     ]
-    after = [Rank(names, make) for names in PLANS[plan]]
+    after = [Rank(names, make, keeps_empty=keeps_empty) for names in PLANS[plan]]
     for number, rank in enumerate(after):
         ordered = [records[number % len(records)], *records]
         layout = {name: ["float32", *tensor.shape] for name, tensor in tensors.items()}

@@ -57,6 +57,40 @@ def test_tensors_are_put_aside() -> None:
     assert torch.equal(decode(data, tensors)["generator"][0], torch.get_rng_state())
 
 
+def test_arrays_of_anything_but_numbers_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="not one of numbers"):
+        decode({"$array": ["S99999999999", []]}, {})
+    with pytest.raises(CheckpointError, match="only those of numbers"):
+        encode({"names": np.array(["a"])}, {}, "x")
+
+
+TENSORS = st.recursive(
+    st.builds(torch.full, st.sampled_from([(), (1,), (2, 2)]), st.integers(0, 9)),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.sampled_from(["a.b", "0", "a"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100)
+@given(TENSORS)
+def test_no_two_tensors_are_mixed_up(value: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    assert repr(decode(encode(value, tensors, "x"), tensors)) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "number", [torch.tensor(0.1), torch.tensor(math.inf), torch.tensor(True), torch.tensor(3, dtype=torch.uint8)]
+)
+def test_a_number_that_is_a_tensor_stays_one(number: torch.Tensor) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    found = decode(encode({"lr": number}, tensors, "x"), tensors)["lr"]
+    assert not tensors
+    assert found.dtype == number.dtype
+    assert torch.equal(found, number)
+
+
 def test_an_object_is_refused_by_its_name() -> None:
     with pytest.raises(CheckpointError, match=r"scaler\.hook is .*Linear"):
         encode({"hook": torch.nn.Linear(1, 1)}, {}, "scaler")
@@ -70,6 +104,7 @@ def test_an_object_is_refused_by_its_name() -> None:
         {"$dtype": "load"},
         {"$call": "os.system"},
         {"$float": "1e9"},
+        {"$scalar": ["load", 1]},
         {"$tuple": 1},
     ],
 )

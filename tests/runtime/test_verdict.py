@@ -69,7 +69,7 @@ def test_an_echo_without_a_cause_is_told_in_the_end() -> None:
     echo = Sign(kind=SignKind.ECHO, state=waiting(0), message="a cable", age_s=LIMITS.echo_s)
     verdict = judged(waiting(0), working(1), signs=[echo])
     assert verdict is not None
-    assert verdict.message == "rank 0 lost its connection at the receive of h from task 1F2 in step 3: a cable"
+    assert verdict.message == "rank 0 could not go on at the receive of h from task 1F2 in step 3: a cable"
 
 
 def test_a_stopped_rank_explains_an_echo_at_once() -> None:
@@ -113,6 +113,11 @@ def test_a_task_that_has_been_run_before_has_less_time() -> None:
     assert judged(replace(waiting(1, idle_s=50.0), usual_s=0.1), working(0)) is None  # Nor is who waits to blame.
 
 
+def test_a_rank_that_writes_files_may_be_silent() -> None:
+    assert judged(replace(working(0, silent_s=50.0), writes=True), waiting(1)) is None
+    assert judged(replace(working(0, silent_s=LIMITS.files_s), writes=True), waiting(1)) is not None
+
+
 def test_what_takes_its_time_has_a_limit_of_its_own() -> None:
     saving = Place(PlaceKind.WAIT, "the saving of a checkpoint", 1800.0)
     states = [RankState(rank=r, place=saving, operation=8, step=3, idle_s=1799.0, silent_s=20.0) for r in (0, 1)]
@@ -139,6 +144,20 @@ def test_the_users_code_between_steps_has_time_until_others_have_waited_long() -
     assert verdict.message.startswith(
         "rank 0 has made no progress for 100.0 s, at the code between two steps in step 2"
     )
+
+
+def test_a_rank_that_alone_has_refused_an_operation_is_missed() -> None:
+    state = RankState(rank=0, operation=8, refused=8, step=3)
+    left = Sign(kind=SignKind.LEFT, state=state, message="no file", age_s=0.9)
+    assert judged(waiting(1), signs=[left]) is None  # It may see the same error in a moment.
+    left = replace(left, age_s=1.0)
+    assert judged(RankState(rank=1, operation=8, refused=8), signs=[left]) is None  # As it has here.
+    verdict = judged(waiting(1), signs=[left])
+    assert verdict is not None
+    assert verdict.message.startswith("rank 0 left the job while others go on, after step 3: no file")
+    assert judged(replace(state, idle_s=59.0), waiting(1)) is None  # Nor may it stay away for ever.
+    assert judged(replace(state, idle_s=60.0), waiting(1)) is not None
+    assert judged(replace(state, idle_s=60.0, operation=9), waiting(1)) is None
 
 
 def test_a_rank_may_leave_when_nobody_waits_for_it() -> None:

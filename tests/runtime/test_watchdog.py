@@ -75,6 +75,7 @@ def test_a_wrong_input_leaves_the_operation_and_training_may_go_on(watchdog: Wat
     with pytest.raises(BatchError), watchdog.operation("the comparison of the batches"):
         raise BatchError("no input")
     assert watchdog.cells[Cell.PLACE] == 0
+    assert watchdog.cells[Cell.REFUSED] == watchdog.cells[Cell.OPERATION] == 1
 
 
 def test_a_failed_step_keeps_its_place_for_the_watchdog_to_see(watchdog: Watchdog) -> None:
@@ -92,7 +93,7 @@ def test_a_job_of_one_process_has_no_watchdog(watchdog: Watchdog) -> None:
     assert watchdog.cells == [0] * len(Cell)
 
 
-@pytest.mark.parametrize("sent", [b"GET / HTTP/1.0\r\n", b"[1, 2]\n", b"\xff\xfe\n"])
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.0\r\n", b"[1, 2]\n", b"\xff\xfe\n", b"[" * 100_000 + b"\n"])
 def test_a_stranger_that_speaks_something_else_is_left(sent: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:

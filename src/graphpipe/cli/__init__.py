@@ -61,7 +61,8 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        print("stopped", file=sys.stderr)
+        if not is_worker():  # The launcher says it once.
+            print("stopped", file=sys.stderr)
         code = 130
     except GraphPipeError as error:
         message, code = str(error), 1

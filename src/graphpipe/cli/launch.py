@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+import click
 
 from graphpipe.errors import GraphPipeError, RankFailure
 from graphpipe.runtime.failure_report import ERROR_FOLDER, first_error, has_verdict
@@ -31,6 +34,7 @@ def launch(num_processes: int, arguments: Sequence[str]) -> None:
     Raises:
         GraphPipeError: A process failed. The message is that of the first one that did.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -51,6 +55,11 @@ def launch(num_processes: int, arguments: Sequence[str]) -> None:
         )
         try:
             elastic_launch(config, sys.executable)("-m", "graphpipe", *arguments)
+        except SignalException as stopped:
+            if stopped.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from None
+            print("stopped", file=sys.stderr)
+            raise click.exceptions.Exit(128 + stopped.sigval) from None
         except ChildFailedError as failure:
             rank, first = failure.get_first_failure()
             message = first_error(Path(folder))
@@ -64,6 +73,8 @@ def launch(num_processes: int, arguments: Sequence[str]) -> None:
 def launch_again(num_processes: int, arguments: Sequence[str], again: Sequence[str], *, max_restarts: int) -> None:
     """Run ``graphpipe`` as `launch` does, and again after a process has failed, with the GPUs that are left then.
 
+    An error that comes a second time is a mistake rather than an accident, and is not tried again.
+
     Args:
         num_processes: How many to start.
         arguments: Of the first run.
@@ -71,13 +82,17 @@ def launch_again(num_processes: int, arguments: Sequence[str], again: Sequence[s
         max_restarts: How many those may be.
 
     Raises:
-        GraphPipeError: All processes failed alike, a process failed once more than there are restarts, or no GPU is
-            left.
+        GraphPipeError: A process has raised the same error twice or failed once more than there are restarts, or no GPU
+            is left.
     """
+    before = ""
     for restart in range(1, max_restarts + 2):
         try:
             launch(num_processes, arguments)
-        except RankFailure as failure:
+        except GraphPipeError as failure:
+            if not isinstance(failure, RankFailure) and str(failure) == before:
+                raise
+            before = str(failure)
             if restart > max_restarts:
                 raise GraphPipeError(f"{failure}; that was after {max_restarts} restarts, the most allowed") from None
             print(f"error: {failure}", file=sys.stderr, flush=True)

@@ -35,8 +35,9 @@ from graphpipe.runtime.meeting import Meeting
 from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.plain_data import decode, encode
 from graphpipe.runtime.process_group import rank, world_size
-from graphpipe.runtime.watchdog import FILES_TIMEOUT, joint_operation
+from graphpipe.runtime.watchdog import FILES_TIMEOUT, joint_operation, writing_files
 
+_FILE_BYTES = 1 << 27
 _log = logging.getLogger("graphpipe.checkpoint")
 # What reading a manifest that another program wrote may raise.
 _MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
@@ -176,12 +177,14 @@ class Checkpointer:
         with joint_operation("the saving of a checkpoint", FILES_TIMEOUT):
             self._pipeline.meet(Meeting.CHECKPOINT)
             state = self._ranks.everywhere(self._state)
+            # Training may go on while the checkpoint is written.
+            batches = step if self._batches_drawn is None else self._batches_drawn
             self._ranks.on_first_rank(lambda: self._folder.begin(step))
             if self._saving is Saving.ASYNCHRONOUS:
                 copied = state.snapshot()
-                self._writing = _Background(lambda: self._write(step, copied))
+                self._writing = _Background(lambda: self._write(step, batches, copied))
             else:
-                self._write(step, state)
+                self._write(step, batches, state)
         self._saved_step = step
 
     def wait(self) -> None:
@@ -256,20 +259,23 @@ class Checkpointer:
         own = {_SCHEDULE: self._pipeline.lr_scheduler, "pipeline.loss_scaler": self._pipeline.loss_scaler}
         return {**self._states, **{name: state for name, state in own.items() if state is not None}}
 
-    def _write(self, step: int, state: RankState) -> None:
+    def _write(self, step: int, batches: int, state: RankState) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
 
         draft = self._folder.draft_of_step(step)
         try:
+            tensors = self._ranks.everywhere(lambda: {name: storable(tensor) for name, tensor in state.tensors.items()})
+            layouts = self._ranks.gather({name: tensor.nbytes for name, tensor in tensors.items()})
+            writer = HuggingFaceStorageWriter(
+                str(draft), fqn_to_index_mapping=_file_numbers(layouts), save_distributed=True
+            )
             try:
-                writer = HuggingFaceStorageWriter(str(draft), save_distributed=True)
-                tensors = {name: storable(tensor) for name, tensor in state.tensors.items()}
                 save(tensors, storage_writer=writer, process_group=self._ranks.group)
             except CheckpointException as error:
                 raise CheckpointError(_first_failure(error)) from error
-            self._finish(step, state, draft)
+            self._finish(step, batches, state, draft)
         except CheckpointError as error:
             if rank() == 0:
                 self._folder.abandon(step)
@@ -277,7 +283,7 @@ class Checkpointer:
             left = f"that of step {older[-1]} is still there" if older else "there is none yet"
             raise CheckpointError(f"the checkpoint of step {step} could not be saved: {error}; {left}") from error
 
-    def _finish(self, step: int, state: RankState, draft: Path) -> None:
+    def _finish(self, step: int, batches: int, state: RankState, draft: Path) -> None:
         """Write the manifest, once every rank has written its tensors."""
 
         def checksums() -> dict[str, FileFacts]:
@@ -287,7 +293,7 @@ class Checkpointer:
         found = self._ranks.gather((self._ranks.everywhere(checksums), layout_of(state.tensors), state.record))
         files = {name: facts for part, _, _ in found for name, facts in part.items()}
         content = {
-            "batches": step if self._batches_drawn is None else self._batches_drawn,
+            "batches": batches,
             "model": self._pipeline.model_fingerprint,
             "torch": torch.__version__,
             "tensors": {name: layout for _, part, _ in found for name, layout in part.items()},
@@ -400,7 +406,7 @@ class Checkpointer:
         for name, tensor in targets.items():
             if not tensor.is_contiguous():
                 found = buffers[name]
-                tensor.copy_(torch.view_as_complex(found) if tensor.is_complex() else found)
+                _copy(name, tensor, torch.view_as_complex(found) if tensor.is_complex() else found)
 
     def _take_up(self, step: int, records: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> None:
         """Give this rank's other objects their states, from its own record if there is one."""
@@ -457,7 +463,8 @@ class _Background:
 
         def run() -> None:
             try:
-                work()
+                with writing_files():
+                    work()
             except BaseException as error:
                 self._error = error
             with self._lock:
@@ -481,6 +488,35 @@ class _Background:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+def _copy(name: str, target: Tensor, found: Tensor) -> None:
+    try:
+        target.copy_(found)
+    except RuntimeError as error:
+        if not torch.equal(target, found):
+            raise CheckpointError(
+                f"{name.removeprefix('model.')!r} cannot be set, since its entries share memory; make it contiguous()"
+            ) from error
+
+
+def _file_numbers(layouts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return in which file of its rank each tensor is written, from 1, by the bytes of each rank's tensors.
+
+    While safetensors puts a file together, it lets no other thread of the process run, and has it in memory twice.
+    """
+    numbers: dict[str, int] = {}
+    number = 0
+    for layout in layouts:
+        space = 0
+        for name, num_bytes in layout.items():
+            if name in numbers:
+                continue
+            if num_bytes > space:
+                number, space = number + 1, _FILE_BYTES
+            numbers[name] = number
+            space -= num_bytes
+    return numbers
 
 
 def _first_failure(error: Any) -> str:

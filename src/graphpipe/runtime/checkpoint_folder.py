@@ -125,7 +125,7 @@ class CheckpointFolder:
         """Return the steps of the whole checkpoints, ascending."""
         if not self.path.is_dir():
             return []
-        names = (_NAME.fullmatch(path.name) for path in self.path.iterdir() if path.is_dir())
+        names = (_NAME.fullmatch(path.name) for path in self.path.iterdir() if (path / MANIFEST).is_file())
         return sorted(int(match[1]) for match in names if match)
 
     def of_step(self, step: int) -> Path:
@@ -275,7 +275,7 @@ class CheckpointFolder:
         """
         try:
             listed = {name: FileFacts(int(size), str(sha256)) for name, (size, sha256) in manifest["files"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self.damaged(step, f"{MANIFEST} has no list of files") from error
         for name in listed:
             if not _FILE_NAME.fullmatch(name):
@@ -283,6 +283,9 @@ class CheckpointFolder:
         present = {path.name for path in self.of_step(step).iterdir()} - {MANIFEST}
         for name in sorted(set(listed) ^ present):
             raise self.damaged(step, f"file {name} is missing" if name in listed else f"file {name} is not its own")
+        for name in listed:
+            if not (self.of_step(step) / name).is_file():
+                raise self.damaged(step, f"{name} is not a file, but a device or a queue")
         return listed
 
     def check_files(self, step: int, files: Mapping[str, FileFacts], names: Iterable[str]) -> None:

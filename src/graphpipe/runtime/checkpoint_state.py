@@ -144,7 +144,11 @@ def prepare_optimizer(
     targets: dict[str, Tensor] = {}
     optimizer.state.clear()
     for group, mine in zip(optimizer.param_groups, own, strict=True):
-        group.update(decode(options[mine[0]], {}) if mine else {})
+        for key, value in (decode(options[mine[0]], {}) if mine else {}).items():
+            if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                group[key].fill_(value)  # What is compiled reads it there.
+            else:
+                group[key] = value
         for parameter, name in zip(group["params"], mine, strict=True):
             state: dict[str, Any] = {key: decode(value, {}) for key, value in values.get(name, {}).items()}
             for key, full_name in states.get(name, {}).items():
@@ -173,7 +177,7 @@ def fit_schedule(
     """Return the state of a learning-rate schedule for a rank whose parameter groups may be others than those saved.
 
     A schedule keeps lists with an entry for each group of its rank's optimizer, such as learning rates. A group takes
-    its entry from a group that had its first parameter.
+    its entry from a group that had its first parameter; one without parameters takes that of the same number.
 
     Args:
         new: The state of this rank's schedule, which has just been made.
@@ -181,10 +185,13 @@ def fit_schedule(
         saved: The state of the schedule of every rank that had one, this rank's own first.
         groups: The parameters of each group of theirs.
     """
-    homes = [
-        next((r, g) for r, theirs in enumerate(groups) for g, there in enumerate(theirs) if names[0] in there)
-        for names in own
-    ]
+
+    def home(number: int, names: Sequence[str]) -> tuple[int, int] | None:
+        if not names:
+            return (0, number) if len(groups[0]) == len(own) else None
+        return next((r, g) for r, theirs in enumerate(groups) for g, there in enumerate(theirs) if names[0] in there)
+
+    homes = [home(number, names) for number, names in enumerate(own)]
 
     def fitted(new: Any, values: Sequence[Any]) -> Any:
         first = values[0]
@@ -199,7 +206,9 @@ def fit_schedule(
             return first
         counts = zip((new, *values), (own, *groups), strict=True)
         if all(isinstance(value, list) and len(value) == len(of) for value, of in counts) and not _holds_schedules(new):
-            return [values[r][g] for r, g in homes]
+            return [
+                kept if found is None else values[found[0]][found[1]] for kept, found in zip(new, homes, strict=True)
+            ]
         if all(isinstance(value, list) and len(value) == len(first) for value in (new, *values)):
             return [fitted(*item) for item in zip(new, zip(*values, strict=True), strict=True)]
         return first

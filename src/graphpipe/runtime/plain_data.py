@@ -19,6 +19,10 @@ from torch import Tensor
 from graphpipe.errors import CheckpointError
 
 _NUMBER_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
+_SCALAR_NAMES = frozenset(
+    {"bool", "uint8", "int8", "int16", "int32", "int64", "bfloat16", "float16", "float32", "float64"}
+)
+_SCALAR_DTYPES = frozenset(getattr(torch, name) for name in _SCALAR_NAMES)
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -28,7 +32,8 @@ def encode(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
     Args:
         value: Plain data and tensors, nested in lists, tuples, sets and dictionaries.
         tensors: The tensors found are added here.
-        name: What the value is called: the start of its tensors' names, and in errors.
+        name: What the value is called: the start of its tensors' names, and in errors. Single numbers among the tensors
+            are written as numbers.
 
     Raises:
         CheckpointError: It holds an object of another type.
@@ -44,7 +49,11 @@ def encode(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
             return {"$bytes": base64.b64encode(value).decode()}
         case torch.dtype():
             return {"$dtype": str(value).removeprefix("torch.")}
+        case Tensor() if value.dim() == 0 and value.dtype in _SCALAR_DTYPES:
+            return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(value.item(), tensors, name)]}
         case Tensor():
+            if name in tensors:  # Keys with dots in them, or numbers beside their text, give the same name twice.
+                name = f"{name}#{len(tensors)}"
             tensors[name] = value.detach()
             return {"$tensor": name}
         case list():
@@ -99,6 +108,8 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
             return base64.b64decode(text)
         case {"$dtype": str(text)} if isinstance(getattr(torch, text, None), torch.dtype):
             return getattr(torch, text)
+        case {"$scalar": [str(text), value]} if text in _SCALAR_NAMES:
+            return torch.tensor(decode(value, tensors), dtype=getattr(torch, text))
         case {"$tensor": str(name)} if name in tensors:
             return tensors[name]
         case {"$tuple": list(items)}:

@@ -84,12 +84,17 @@ def _unused_part(store: Store, mine: int, size: int, timeout: datetime.timedelta
     word = secrets.token_hex(8)
     store.set(f"word/{mine}", word)
     until_s = time.monotonic() + timeout.total_seconds()
+    missing: list[int] = []
     while time.monotonic() < until_s:
-        if mine == 0:
+        missing = [other for other in range(size) if not store.check([f"word/{other}"])]
+        if missing or (mine and not store.check(["words"])):
+            pass
+        elif mine == 0:
             words = [store.get(f"word/{other}").decode() for other in range(size)]
             name = hashlib.sha256(" ".join(words).encode()).hexdigest()
             store.set("words", json.dumps(words))
-            if store.check([f"{name}/found/{other}" for other in range(1, size)]):
+            missing = [other for other in range(1, size) if not store.check([f"{name}/found/{other}"])]
+            if not missing:
                 store.set(f"{name}/go", "")
                 return PrefixStore(name, store)
         else:
@@ -100,7 +105,11 @@ def _unused_part(store: Store, mine: int, size: int, timeout: datetime.timedelta
                 if store.check([f"{name}/go"]):
                     return PrefixStore(name, store)
         time.sleep(0.02)
-    raise GraphPipeError(f"rank {mine} has waited {timeout.total_seconds():g} s for the {size - 1} others to come")
+    whom = f"ranks {', '.join(map(str, missing[:8]))}" if missing else "the others"
+    raise GraphPipeError(
+        f"rank {mine} has waited {timeout.total_seconds():g} s for {whom} to come; see what holds them, or raise the "
+        "timeout if they need longer to build and capture the model"
+    )
 
 
 def is_done(what: str) -> bool:

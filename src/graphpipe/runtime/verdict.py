@@ -51,10 +51,12 @@ class RankState:
         rank: Which one.
         place: Where it is.
         operation: How many joint operations (steps, gathers, checks) it has begun. Ranks begin them in the same order.
+        refused: The number of the joint operation that it left last with an error, which mostly all ranks see.
         step: The step that it is in, or was in last, counted from 1.
         idle_s: Seconds since it came to its place.
         usual_s: The longest that it was ever at its place before; None for a place that it has not been through often.
         silent_s: Seconds since its heartbeat: with a beat, its interpreter works.
+        writes: Whether a thread writes files, in which it may let no other run.
         is_stopped: The operating system has stopped the process (SIGSTOP).
         unheard_s: Seconds since its watchdog was heard.
         has_come: Whether its watchdog has ever been heard.
@@ -63,10 +65,12 @@ class RankState:
     rank: int
     place: Place = OUTSIDE
     operation: int = 0
+    refused: int = 0
     step: int = 0
     idle_s: float = 0.0
     usual_s: float | None = None
     silent_s: float = 0.0
+    writes: bool = False
     is_stopped: bool = False
     unheard_s: float = 0.0
     has_come: bool = True
@@ -89,6 +93,8 @@ class SignKind(StrEnum):
     """The connection to the rank's watchdog broke."""
 
 
+# Writing or moving the state of a large model takes minutes, and the fastest rank waits for the slowest.
+FILES_S = 1800.0
 _CAUSES = (SignKind.FAILED, SignKind.DIED, SignKind.UNHEARD)
 
 
@@ -118,6 +124,7 @@ class Limits:
         stall_s: In a step, an interpreter that runs no other thread, or a task that takes `stall_factor` times as long
             as it ever has.
         stall_factor: See `stall_s`.
+        files_s: The writing or moving of a large model's state.
         stopped_s: For how long a process may be stopped.
         unheard_s: For how long a watchdog may not be heard.
         come_s: For how long a watchdog may not be heard for the first time.
@@ -127,6 +134,7 @@ class Limits:
     progress_s: float
     stall_s: float = 7.0
     stall_factor: float = 10.0
+    files_s: float = FILES_S
     stopped_s: float = 2.0
     unheard_s: float = 6.0
     come_s: float = 30.0
@@ -139,6 +147,10 @@ class Limits:
         if state.usual_s is None or state.place.kind is not PlaceKind.WORK:
             return self.progress_s
         return min(self.progress_s, max(self.stall_s, self.stall_factor * state.usual_s))
+
+    def silence_of(self, state: RankState) -> float:
+        """Return how long a rank in a step may run no other thread, in seconds."""
+        return state.place.limit_s or (self.files_s if state.writes else self.stall_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +183,7 @@ def judge(states: Mapping[int, RankState], signs: Sequence[Sign], limits: Limits
 
 def _cause(states: Mapping[int, RankState], signs: Sequence[Sign], limits: Limits) -> tuple[int, str] | None:
     for sign in signs:
-        if sign.kind in _CAUSES or (sign.kind is SignKind.LEFT and _is_awaited(sign.state, states.values())):
+        if sign.kind in _CAUSES or (sign.kind is SignKind.LEFT and _is_missed(sign, states.values(), limits)):
             return sign.state.rank, _describe(sign)
     has_echo = any(sign.kind is SignKind.ECHO for sign in signs)
     found = _unwell(states, limits, has_echo=has_echo)
@@ -186,7 +198,11 @@ def _cause(states: Mapping[int, RankState], signs: Sequence[Sign], limits: Limit
 def _unwell(states: Mapping[int, RankState], limits: Limits, *, has_echo: bool) -> tuple[int, str] | None:
     """Return the rank that is stopped, silent or stuck, and what to say of it. After an echo there is less patience."""
     ordered = sorted(states.values(), key=lambda state: (-state.silent_s, -state.idle_s, state.rank))
-    matters = [s for s in ordered if s.place.kind is not PlaceKind.OUTSIDE or _is_awaited(s, ordered)]
+    matters = [
+        s
+        for s in ordered
+        if s.place.kind is not PlaceKind.OUTSIDE or _is_awaited(s, ordered) or _has_refused(s, ordered)
+    ]
     for state in ordered:
         if not state.has_come and state.unheard_s >= limits.come_s:
             return state.rank, (
@@ -205,7 +221,7 @@ def _unwell(states: Mapping[int, RankState], limits: Limits, *, has_echo: bool) 
             )
     for state in matters:
         is_inside = state.place.kind is not PlaceKind.OUTSIDE
-        if state.silent_s >= ((state.place.limit_s or limits.stall_s) if is_inside else limits.progress_s):
+        if state.silent_s >= (limits.silence_of(state) if is_inside else limits.progress_s):
             return state.rank, (
                 f"rank {state.rank} has not answered for {state.silent_s:.1f} s, at {_where(state)}: its process runs "
                 "and lets no other thread run, as in a loop of a C extension; if one may do so for so long, raise "
@@ -218,9 +234,10 @@ def _unwell(states: Mapping[int, RankState], limits: Limits, *, has_echo: bool) 
         return state.rank, _too_long(state, limits)
     if states and all(s.place.kind is PlaceKind.WAIT and s.idle_s >= limits.of(s) for s in states.values()):
         state = max(states.values(), key=lambda s: (s.idle_s, -s.rank))
+        raises = "" if state.place.limit_s else f"; if it may take so long, raise the timeout ({limits.progress_s:g} s)"
         return state.rank, (
             f"all ranks have waited for each other for {limits.of(state):g} s and more: rank {state.rank} at "
-            f"{_where(state)}"
+            f"{_where(state)}{raises}"
         )
     return None
 
@@ -238,6 +255,17 @@ def _too_long(state: RankState, limits: Limits) -> str:
 def _is_awaited(state: RankState, others: Collection[RankState]) -> bool:
     """Return whether another rank is in a joint operation that this one has not begun."""
     return any(s.place.kind is not PlaceKind.OUTSIDE and s.operation > state.operation for s in others)
+
+
+def _has_refused(state: RankState, others: Collection[RankState]) -> bool:
+    """Return whether another rank is still in a joint operation that this one has left with an error."""
+    inside = (s for s in others if s.place.kind is not PlaceKind.OUTSIDE)
+    return state.refused == state.operation > 0 and any(s.operation >= state.operation for s in inside)
+
+
+def _is_missed(sign: Sign, others: Collection[RankState], limits: Limits) -> bool:
+    """Return whether others wait for a rank that has left; an error that it left with may be on its way to them too."""
+    return _is_awaited(sign.state, others) or (sign.age_s >= limits.echo_s and _has_refused(sign.state, others))
 
 
 def _where(state: RankState) -> str:
@@ -261,7 +289,7 @@ def _describe(sign: Sign) -> str:
         case SignKind.UNHEARD:
             return f"rank {rank} and its watchdog are gone; it was last at {where}"
         case _:
-            return f"rank {rank} lost its connection at {where}: {sign.message}"
+            return f"rank {rank} could not go on at {where}: {sign.message}"
 
 
 def _consequences(first: int, states: Mapping[int, RankState], signs: Sequence[Sign], limit: int = 4) -> str:

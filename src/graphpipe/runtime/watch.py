@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -31,10 +31,12 @@ from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, RankSta
 TICK_S = 0.25
 # This process did not run for so long: the machine slept, or all of the job was stopped.
 _PAUSE_S = 8 * TICK_S
-# What a rank's tasks usually take is known once it has run a program so often.
-_KNOWN_AFTER = 3
+# What a rank's tasks usually take is known once it has run a program so often: the first run is the slowest.
+_KNOWN_AFTER = 1
 # A table of places is far shorter.
 _MAX_LINE_BYTES = 1 << 26
+# Until it has shown that it belongs to the job.
+_MAX_GREETING_BYTES = 4096
 # What a rank that raised an exception has for its own clean-up, and how long others wait so that the launcher sees the
 # first cause end first.
 GRACE_S = 4.0
@@ -54,6 +56,10 @@ class Cell(IntEnum):
     """Counted up by a thread."""
     RUNS = 4
     """How often the program has been run to its end before."""
+    WRITES = 5
+    """How many threads write files, in which no other thread may run."""
+    REFUSED = 6
+    """The last joint operation that has ended with an error of GraphPipe's own."""
 
 
 class Cells(Protocol):
@@ -69,6 +75,7 @@ class Lines:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.is_open = True
+        self.max_line_bytes = _MAX_LINE_BYTES
         self._buffer = b""
         connection.settimeout(1.0)
 
@@ -92,9 +99,9 @@ class Lines:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         try:
             found: list[Any] = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             found = [None]
-        if len(self._buffer) > _MAX_LINE_BYTES or not all(isinstance(message, dict) for message in found):
+        if len(self._buffer) > self.max_line_bytes or not all(isinstance(message, dict) for message in found):
             # Whoever is there does not speak our language: a port scanner, say. It must not end the job.
             self._buffer = b""
             self.is_open = False
@@ -139,11 +146,13 @@ class WatchedRank:
             rank=self.rank,
             place=self.places[place] if 0 <= place < len(self.places) else OUTSIDE,
             operation=operation,
+            refused=self._cells[Cell.REFUSED],
             step=self._cells[Cell.STEP],
             idle_s=now_s - self._moved_s,
             # A place that was never met was left within a tick of coming there; one that was, within one more.
             usual_s=self._longest_s.get(place, 0.0) + TICK_S if is_known else None,
             silent_s=now_s - self._beat_s,
+            writes=self._cells[Cell.WRITES] > 0,
             is_stopped=now_s - self._beat_s > 2 * TICK_S and _state_of(self.pid) == "T",
         )
 
@@ -185,9 +194,14 @@ class LocalProcess:
         """Return the process with a number on this machine."""
         return cls(_this_machine(), pid, _born(pid))
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is, or was, a process of this machine."""
+        return self.machine == _this_machine()
+
     def kill(self) -> None:
         """End the process, if it is one of this machine and still the same."""
-        if self.machine == _this_machine() and self.born == _born(self.pid):
+        if self.is_here and self.born == _born(self.pid):
             _kill(self.pid)
 
 
@@ -288,9 +302,16 @@ class Coordinator:
             self.verdict = judge(states, signs, self.limits)
             self._decided_s = now_s
             if self.verdict is not None:
+                self._end_the_unheard(self.verdict.rank, states)
                 for peer in list(self.peers.values()):
                     peer.send(verdict=asdict(self.verdict))
         return self.verdict
+
+    def _end_the_unheard(self, rank: int, states: Mapping[int, RankState]) -> None:
+        """End the rank to blame at once where its own watchdog does not answer; it would be waited for in vain."""
+        if rank in states and states[rank].unheard_s >= self.limits.unheard_s:
+            for process in self.processes.get(rank, ()):
+                process.kill()
 
     def may_end_all(self) -> bool:
         """Return whether the other ranks may be ended: the first one is gone, or had its time."""
@@ -328,6 +349,7 @@ class Watch:
         self.limits = limits
         self.coordinator = Coordinator(world_size, limits) if rank == 0 else None
         self.uplink: Lines | None = None
+        self._coordinator_processes: list[LocalProcess] = []
         self.was_told_to_end = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.control.socket, selectors.EVENT_READ, self._from_rank)
@@ -449,6 +471,7 @@ class Watch:
         assert isinstance(key.fileobj, socket.socket)
         connection, _ = key.fileobj.accept()
         peer, known = Lines(connection), list[int]()
+        peer.max_line_bytes = _MAX_GREETING_BYTES
         self._selector.register(connection, selectors.EVENT_READ, lambda _: self._from_peer(peer, known))
 
     def _from_peer(self, peer: Lines, known: list[int]) -> None:
@@ -458,6 +481,9 @@ class Watch:
             match message:
                 case {"hello": rank, "token": self._token, "processes": processes}:
                     known.append(rank)
+                    peer.max_line_bytes = _MAX_LINE_BYTES
+                    own = [asdict(LocalProcess.of(pid)) for pid in (self.rank.pid, os.getpid())]
+                    peer.send(processes=own)
                     self.coordinator.peers[rank] = peer
                     self.coordinator.processes[rank] = [LocalProcess(**process) for process in processes]
                     self.coordinator.hear(RankState(rank=rank))
@@ -495,6 +521,8 @@ class Watch:
                     self._take(Verdict(**fields))
                 case {"end": True}:
                     self._end(0.0)
+                case {"processes": processes}:
+                    self._coordinator_processes = [LocalProcess(**process) for process in processes]
                 case _:
                     pass
         if not self.uplink.is_open:
@@ -504,7 +532,12 @@ class Watch:
             self._end(0.0 if not self._has_left else None)
 
     def _lose_coordinator(self, how: str) -> None:
-        self._take(Verdict(0, f"the watchdog of rank 0 {how}: its machine or the network may be down"))
+        """End without a coordinator, and end rank 0 if it is on this machine: nobody else would."""
+        is_here = any(process.is_here for process in self._coordinator_processes)
+        why = "its process was killed or stopped" if is_here else "its machine or the network may be down"
+        self._take(Verdict(0, f"the watchdog of rank 0 {how}: {why}"), reporter="1" if is_here else "0")
+        for process in self._coordinator_processes:
+            process.kill()
 
     # ---- what follows
 
@@ -522,12 +555,17 @@ class Watch:
         if self._deadline_s is not None and now_s >= self._deadline_s:
             self.rank.kill()
 
-    def _take(self, verdict: Verdict) -> None:
-        """Take the verdict: say it once a machine, and end this rank first if it was the first to fail."""
+    def _take(self, verdict: Verdict, reporter: str = "0") -> None:
+        """Take the verdict: say it once a machine, and end this rank first if it was the first to fail.
+
+        Args:
+            verdict: Why the job ends.
+            reporter: The local rank whose watchdog says it.
+        """
         if self._has_verdict:
             return
         self._has_verdict = True
-        if os.environ.get("LOCAL_RANK", str(self.rank.rank)) == "0":
+        if os.environ.get("LOCAL_RANK", str(self.rank.rank)) == reporter:
             if self.rank.has_lost_its_launcher():
                 expect_no_launcher()
             report_verdict(verdict.message, verdict.rank)

@@ -38,15 +38,14 @@ from graphpipe.program import (
     Send,
     StartReduction,
 )
-from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, SignKind
+from graphpipe.runtime.verdict import FILES_S, OUTSIDE, Limits, Place, PlaceKind, SignKind
 from graphpipe.runtime.watch import TICK_S, Cell, Cells
 from graphpipe.schedule import Phase, Task
 
 Broadcast = Callable[[str, int], str]
 """Returns the text of the rank with this number, on every rank."""
 
-# Writing or moving the state of a large model takes minutes, and the fastest rank waits for the slowest.
-FILES_TIMEOUT = datetime.timedelta(minutes=30)
+FILES_TIMEOUT = datetime.timedelta(seconds=FILES_S)
 DEFAULT_STALL_TIMEOUT = datetime.timedelta(seconds=7)
 # What torch raises where another rank does not answer, and little else.
 _BROKEN_CONNECTION = (RuntimeError, OSError)
@@ -184,15 +183,19 @@ class Watchdog:
             self._tell_places(self._places[-1:])
         cells = self.cells
         before = cells[Cell.PLACE]
-        cells[Cell.OPERATION] += 1
+        number = cells[Cell.OPERATION] = cells[Cell.OPERATION] + 1
         cells[Cell.PLACE] = self._operations[key]
         try:
             yield
         except GraphPipeError:
-            cells[Cell.PLACE] = before
-            raise  # Every rank sees what is wrong with the inputs.
-        except Exception as error:
+            # Mostly every rank sees what is wrong. Where one alone does, the others wait for it in this operation.
+            cells[Cell.PLACE], cells[Cell.REFUSED] = before, number
+            raise
+        except _BROKEN_CONNECTION as error:
             self._echo(error)
+            raise
+        except Exception as error:
+            self._tell(failed=_one_line(error), kind=SignKind.FAILED)
             raise
         cells[Cell.PLACE] = before
 
@@ -274,6 +277,19 @@ def job_watchdog(timeout: datetime.timedelta, stall_timeout: datetime.timedelta 
         _watchdog = Watchdog(timeout, stall_timeout)
     _watchdog.limit(timeout, stall_timeout)
     return _watchdog
+
+
+@contextmanager
+def writing_files() -> Iterator[None]:
+    """Let a thread write files in a block, for which it may let no other thread of the process run."""
+    if _watchdog is None:
+        yield
+        return
+    _watchdog.cells[Cell.WRITES] += 1
+    try:
+        yield
+    finally:
+        _watchdog.cells[Cell.WRITES] -= 1
 
 
 @contextmanager

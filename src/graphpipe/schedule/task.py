@@ -35,7 +35,7 @@ class Task:
         Raises:
             StrategyError: The text is not a task.
         """
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        match = re.fullmatch(r"([0-9]{1,9})([FB])([0-9]{1,9})", text)
         if match is None:
             raise StrategyError(f"{text!r} is not a task; one looks like 2F0: stage 2, forward, micro-batch 0")
         return cls(int(match[1]), Phase(match[2]), int(match[3]))
