@@ -60,6 +60,8 @@ def test_tensors_are_put_aside() -> None:
 def test_arrays_of_anything_but_numbers_are_refused() -> None:
     with pytest.raises(CheckpointError, match="not one of numbers"):
         decode({"$array": ["S99999999999", []]}, {})
+    with pytest.raises(CheckpointError, match=r"table is a torch.sparse_coo tensor"):
+        encode(torch.eye(2).to_sparse(), {}, "table")
     with pytest.raises(CheckpointError, match="only those of numbers"):
         encode({"names": np.array(["a"])}, {}, "x")
 

@@ -51,6 +51,8 @@ def encode(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
             return {"$dtype": str(value).removeprefix("torch.")}
         case Tensor() if value.dim() == 0 and value.dtype in _SCALAR_DTYPES:
             return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(value.item(), tensors, name)]}
+        case Tensor() if value.layout is not torch.strided:
+            raise CheckpointError(f"{name} is a {value.layout} tensor, and only strided ones are saved")
         case Tensor():
             if name in tensors:  # Keys with dots in them, or numbers beside their text, give the same name twice.
                 name = f"{name}#{len(tensors)}"
