@@ -27,6 +27,10 @@ def updates() -> list[dict[str, Any]]:
         "tied on one rank",
         "tied with replicas",
         "groups",
+        "groups shared",
+        "cyclic",
+        "plateau",
+        "plateau with copies",
         "accumulation",
         "constants",
         "views",
@@ -41,8 +45,8 @@ def test_an_update_is_that_of_one_process(updates: list[dict[str, Any]], case: s
         assert result["norms"] == updates[0][case]["norms"]
         if result["expected_norms"]:
             assert result["norms"] == pytest.approx(result["expected_norms"], rel=RELATIVE)
-        if result["rates"]:
-            assert result["rates"] == pytest.approx(result["expected_rates"])
+        for rates, expected in zip(result["rates"], result["expected_rates"], strict=True):
+            assert rates == pytest.approx(expected, rel=RELATIVE)
 
 
 @pytest.mark.parametrize("case", ["three and four", "replicas"])
@@ -55,6 +59,17 @@ def test_clipping_sees_the_gradients_of_all_ranks_once(updates: list[dict[str, A
 
 def test_a_rank_may_have_none_of_a_group(updates: list[dict[str, Any]]) -> None:
     assert [r["groups"]["group_sizes"] for r in updates[:3]] == [[2, 2, 0], [1, 0, 1], [1, 1, 0]]
+    # Replicas that share the states have a part of each group.
+    sizes = [r["cyclic"]["group_sizes"] for r in updates[:3]]
+    assert [sum(column) for column in zip(*sizes, strict=True)] == [4, 3, 1]
+    assert sizes[2] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("case", ["groups", "groups shared", "cyclic", "plateau", "plateau with copies"])
+def test_learning_rates_change_with_every_step(updates: list[dict[str, Any]], case: str) -> None:
+    for result in (r[case] for r in updates):
+        assert len(result["rates"]) == 6
+        assert len({tuple(rates) for rates in result["rates"]}) > 2
 
 
 @pytest.fixture(scope="module")

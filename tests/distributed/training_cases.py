@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from graphpipe.capture import capture, eager_loss
@@ -20,6 +21,7 @@ from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import lower
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
+from graphpipe.runtime.sharding import OptimizerStates
 from graphpipe.trace import SpanKind
 from tests.capture.test_capture_cases import Reshapes, Rotary
 from tests.distributed import parity
@@ -91,20 +93,28 @@ def train_both(
     )
     reference = optimizer(list(alone.named_parameters()))
     schedule = None if lr_scheduler is None else lr_scheduler(reference)
-    errors, norms, expected_norms, rates = 0.0, [], [], []
+    errors, norms, expected_norms = 0.0, [], []
+    rates: list[list[float]] = []
+    expected_rates: list[list[float]] = []
     for start in range(0, len(batches), accumulated):
         group = batches[start : start + accumulated]
         reference.zero_grad(set_to_none=True)
         for batch in group:
-            eager_loss(alone, batch, loss_fn).backward()
+            loss = eager_loss(alone, batch, loss_fn)
+            loss.backward()
         if max_gradient_norm is not None:
             expected_norms.append(float(nn.utils.clip_grad_norm_(alone.parameters(), max_gradient_norm)))
         reference.step()
-        if schedule is not None:
-            schedule.step()
         for batch in group[:-1]:
             pipeline.accumulate(batch)
-        norms.append(pipeline.step(group[-1]).gradient_norm)
+        result = pipeline.step(group[-1])
+        norms.append(result.gradient_norm)
+        if isinstance(schedule, ReduceLROnPlateau):
+            schedule.step(loss.detach())
+            if pipeline.lr_scheduler is not None:
+                pipeline.lr_scheduler.step(result.loss)
+        elif schedule is not None:
+            schedule.step()
         gradients, parameters = pipeline.gather_gradients(), pipeline.gather_parameters()
         for name, parameter in alone.named_parameters():
             if parameter.grad is not None:
@@ -112,7 +122,8 @@ def train_both(
             errors = max(errors, relative(parameters[name], parameter.detach()))
         copies = all(torch.equal(parameters[n], p.detach()) for n, p in pipeline.parameters.items())
         if pipeline.optimizer is not None:
-            rates = [group["lr"] for group in pipeline.optimizer.param_groups]
+            rates.append([group["lr"] for group in pipeline.optimizer.param_groups])
+            expected_rates.append([group["lr"] for group in reference.param_groups])
     return {
         "error": errors,
         "copies_equal": copies,
@@ -122,7 +133,7 @@ def train_both(
         "group_sizes": []
         if pipeline.optimizer is None
         else [len(g["params"]) for g in pipeline.optimizer.param_groups],
-        "expected_rates": [group["lr"] for group in reference.param_groups],
+        "expected_rates": expected_rates,
         "small_gradients": {n: float(g) for n, g in gradients.items() if g.numel() == 1},
         "sparse": sorted(n for n, p in pipeline.parameters.items() if p.grad is not None and p.grad.is_sparse),
     }
@@ -138,6 +149,7 @@ def updates() -> dict[str, Any]:
     two_first = [("table", 4, (0, 1)), ("", 4, (2,))]
     replicated = [("a b", 4, (0, 1)), ("", 4, (2,))]
     four = [("a b", 2, (0,)), ("c", 2, (1,)), ("", 4, (2,))]
+    shared = {"optimizer": grouped, "optimizer_states": OptimizerStates.SHARDED, "loss_fn": mean_square}
     torch.manual_seed(0)
     rotary, reshapes = Rotary(), Reshapes()
     views = [("first", 1, (0,)), ("", 2, (1,))]
@@ -151,6 +163,12 @@ def updates() -> dict[str, Any]:
         "tied on one rank": train_both(Tied(), around, ids, max_gradient_norm=0.5, num_devices=3),
         "tied with replicas": train_both(Tied(), two_first, ids, optimizer=adamw, max_gradient_norm=0.5),
         "groups": train_both(Chain(), four, chain, loss_fn=mean_square, optimizer=grouped, lr_scheduler=warm_up),
+        "groups shared": train_both(Chain(), replicated, chain, lr_scheduler=warm_up, **shared),
+        "cyclic": train_both(Chain(), replicated, chain, lr_scheduler=cyclic, **shared),
+        "plateau": train_both(Chain(), replicated, chain, lr_scheduler=plateau, **shared),
+        "plateau with copies": train_both(
+            Chain(), replicated, chain, loss_fn=mean_square, optimizer=grouped, lr_scheduler=plateau
+        ),
         "accumulation": train_both(
             Chain(), replicated, chain, loss_fn=mean_square, max_gradient_norm=0.1, accumulated=3
         ),
@@ -174,14 +192,23 @@ def grouped(parameters: Any) -> torch.optim.Optimizer:
             {"params": [p for n, p in pairs if n == "c.weight"], "lr": 0.2},
         ],
         lr=0.05,
+        momentum=0.9,
         weight_decay=0.1,
     )
 
 
-def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, [lambda step: (step + 1) / 4, lambda step: 1 / (step + 1), lambda _: 1.0]
-    )
+def warm_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return LambdaLR(optimizer, [lambda step: (step + 1) / 4, lambda step: 1 / (step + 1), lambda _: 1.0])
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Take the groups through rates of their own and, against them, one momentum."""
+    return CyclicLR(optimizer, [0.01, 0.02, 0.03], [0.1, 0.2, 0.3], step_size_up=2, step_size_down=3)
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Lower the rates whenever the loss is not lower by half than the best so far."""
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5, min_lr=[0.01, 0.02, 0.0])
 
 
 class Branches(nn.Module):
