@@ -36,8 +36,25 @@ def check_order(result: dict[str, Any]) -> None:
         assert " ".join(ran) in lines
 
 
-def test_unequal_micro_batches_weigh_their_samples() -> None:
-    results = run_case("unequal_micro_batches", 3, kinds=BOTH)
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    """Return what each of two ranks found in its cases, over both transports."""
+    return run_case("on_two", 2, kinds=BOTH)
+
+
+@pytest.fixture(scope="module")
+def three() -> list[dict[str, Any]]:
+    """Return what each of three ranks found in its cases, over both transports."""
+    return run_case("on_three", 3, kinds=BOTH)
+
+
+def of(results: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    """Return what the ranks found in one of their cases."""
+    return [result[case] for result in results]
+
+
+def test_unequal_micro_batches_weigh_their_samples(three: list[dict[str, Any]]) -> None:
+    results = of(three, "unequal_micro_batches")
     check(results)
     assert results[0]["losses"][0] == pytest.approx(38.5, rel=RELATIVE)
     assert results[0]["gradients"].keys() == {"a.weight", "b.weight", "c.weight"}
@@ -71,20 +88,35 @@ def test_replicas_share_the_states_of_the_optimizer(tmp_path: Path) -> None:
         assert updated[3] == ["c.bias", "c.weight", "d.bias", "d.weight"]
 
 
-def test_a_contrastive_loss_is_that_of_the_whole_batch() -> None:
-    results = run_case("contrastive_loss_of_one_hot", 2, kinds=BOTH)
+def test_a_contrastive_loss_is_that_of_the_whole_batch(two: list[dict[str, Any]]) -> None:
+    results = of(two, "contrastive_loss_of_one_hot")
     check(results)
     # Over micro-batches of two it would be 0.31326.
     assert results[0]["losses"][0] == pytest.approx(math.log(math.e + 7) - 1, rel=RELATIVE)
     assert results[0]["losses"][0] == pytest.approx(1.27401, abs=1e-5)
 
 
-def test_a_contrastive_loss_trains_towers_with_replicas() -> None:
-    check(run_case("contrastive_loss_trained", 3, kinds=BOTH))
+def test_a_contrastive_loss_trains_towers_with_replicas(three: list[dict[str, Any]]) -> None:
+    check(of(three, "contrastive_loss_trained"))
 
 
-def test_values_without_gradient_cross_stages() -> None:
-    check(run_case("values_without_gradient", 3, kinds=BOTH))
+def test_values_without_gradient_cross_stages(three: list[dict[str, Any]]) -> None:
+    check(of(three, "values_without_gradient"))
+
+
+def test_a_value_whose_gradient_nobody_returns(three: list[dict[str, Any]]) -> None:
+    # C10: what is only read detached, and what is not read, trains nothing.
+    check(of(three, "edges_without_gradient"))
+
+
+def test_batch_statistics_are_those_of_the_mini_batch_under_every_plan(three: list[dict[str, Any]]) -> None:
+    # C27: the mean of 1 to 8 is 4.5, and a tenth of it goes into the running mean, once.
+    results = of(three, "batch_statistics")
+    for name, rank_of_norm in (("three", 1), ("replicas", 2), ("recomputed", 1)):
+        check([result[name] for result in results])
+        for owner in (results[rank_of_norm], results[3 + rank_of_norm]):
+            assert owner[name]["mean"] == pytest.approx(0.45, rel=RELATIVE)
+            assert owner[name]["batches"] == 1
 
 
 def test_a_value_reaches_several_later_stages() -> None:
@@ -94,23 +126,23 @@ def test_a_value_reaches_several_later_stages() -> None:
         check_order(results[0][case])
 
 
-def test_inputs_used_late_or_never() -> None:
-    check(run_case("late_inputs", 3))
+def test_inputs_used_late_or_never(three: list[dict[str, Any]]) -> None:
+    check(of(three, "late_inputs"))
 
 
 def test_fewer_micro_batches_than_stages() -> None:
-    results = run_case("few_micro_batches", 4)
+    results = run_case("few_micro_batches", 4, kinds=BOTH)
     for case in results[0]:
         check([result[case] for result in results])
         check_order(results[0][case])
 
 
-def test_batches_of_another_size() -> None:
-    check(run_case("other_batch_sizes", 2))
+def test_batches_of_another_size(two: list[dict[str, Any]]) -> None:
+    check(of(two, "other_batch_sizes"))
 
 
-def test_an_idle_device_hears_the_loss() -> None:
-    check(run_case("idle_device", 3))
+def test_an_idle_device_hears_the_loss(three: list[dict[str, Any]]) -> None:
+    check(of(three, "idle_device"))
 
 
 def test_spans_of_a_rank_do_not_overlap_and_follow_what_they_need(replicas: list[dict[str, Any]]) -> None:
