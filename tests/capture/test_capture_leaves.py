@@ -249,3 +249,50 @@ def test_buffers_that_are_replaced(assert_equal_training: Check) -> None:
     assert torch.equal(model.get_buffer("towers.0.1.average"), torch.full((4,), 0.5))
     batch = batch_of(7)
     assert_equal_training(captured, model, batch, lambda m: m(**batch))
+
+
+class BranchesOnTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.a(x + z) if x.sum() > 0 else self.a(x - z)
+
+
+class OfTwoInputs(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(x, z))).square().mean()
+
+
+def test_a_module_of_several_inputs_is_kept_whole(assert_equal_training: Check) -> None:
+    model = OfTwoInputs(BranchesOnTwo())
+    captured = capture(model, {"x": torch.randn(4, 4), "z": torch.randn(4, 4)})
+    assert list(captured.kept_whole) == ["inner"]
+    batch = {"x": torch.randn(7, 4), "z": torch.randn(7, 4)}
+    assert_equal_training(captured, model, batch, lambda m: m(**batch))
+
+
+def test_a_module_of_another_free_size_is_refused() -> None:
+    batch = {"x": torch.randn(4, 4), "z": torch.randn(5, 4)}
+    with pytest.raises(CaptureError, match="'inner' must be kept whole, and then no other size"):
+        capture(OfTwoInputs(BranchesOnTwo()), batch, free_sizes={"z": {0: "length"}})
+
+
+class BranchesWithGrid(nn.Module):
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return x * (12 // int(z.sum())) if z.sum() > 0 else x[z.sum() :].reshape(int(z[0]), -1)
+
+
+def test_the_first_reason_is_told_where_keeping_a_module_whole_does_not_help() -> None:
+    batch = {"x": torch.randn(4, 4), "z": torch.ones(4, dtype=torch.int64)}
+    expected = (
+        r"values of a tensor at .*test_capture_leaves.py:\d+ `return x \* \(12.*Keeping a module whole does not help: "
+    )
+    with pytest.raises(CaptureError, match=expected + "module 'inner' .* does not run on random numbers and zeros"):
+        capture(OfTwoInputs(BranchesWithGrid()), batch)

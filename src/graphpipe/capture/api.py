@@ -36,6 +36,7 @@ from graphpipe.capture.trial import NUM_SAMPLES
 from graphpipe.capture.units import Granularity, form_units
 from graphpipe.capture.wishes import Wishes
 from graphpipe.disk_cache import DiskCache
+from graphpipe.errors import CaptureError
 
 
 def capture(
@@ -207,7 +208,13 @@ def _training_graph(
             graph = clean(module, model, layout, original, leaves)
         except UntraceableModuleError as needed:
             before = kept_whole
-            kept_whole = next_kept(model, kept_whole, needed)
+            try:
+                kept_whole = next_kept(model, kept_whole, needed)
+            except UntraceableModuleError:
+                if not reasons:
+                    raise
+                first = next(iter(reasons.values()))
+                raise CaptureError(f"{first}. Keeping a module whole does not help: {needed}") from needed
             reasons |= {path: str(needed) for path in kept_whole if path not in before}
         else:
             return graph, {path: reasons[path] for path in kept_whole}

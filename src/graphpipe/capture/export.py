@@ -321,9 +321,11 @@ def export_graph(
         CaptureError: The model cannot be exported so. The message has the user's file and line where known.
     """
     model = getattr(wrapper, MODEL)
+    flat = dict(zip(layout.inputs, tensors, strict=True))
+    free_examples = frozenset(flat[name].shape[axis] for name, axes in layout.free_axes.items() for axis in axes)
     with (
         put_into(mode, model),
-        leaves_made(model, kept_whole) as leaves,
+        leaves_made(model, kept_whole, free_examples) as leaves,
         losses_noticed(model, kept_whole),
         assignments_recorded(model),
         symbolic_builtins(model, wrapper._loss_fn),

@@ -97,12 +97,15 @@ def buffers_of(node: fx.Node) -> list[fx.Node]:
 
 
 @contextlib.contextmanager
-def leaves_made(model: nn.Module, kept_whole: Mapping[str, bool]) -> Iterator[list[Leaf]]:
+def leaves_made(
+    model: nn.Module, kept_whole: Mapping[str, bool], free_examples: frozenset[int]
+) -> Iterator[list[Leaf]]:
     """Let custom autograd functions and some modules become leaves while a model is exported in the block.
 
     Args:
         model: The model.
         kept_whole: The paths of the modules; for each, whether it can run on tensors without values.
+        free_examples: The values, in the example batch, of the sizes that are free besides the number of samples.
 
     Yields:
         The leaves that were made, which the graph does not keep alive.
@@ -127,7 +130,7 @@ def leaves_made(model: nn.Module, kept_whole: Mapping[str, bool]) -> Iterator[li
     def forward_of(module: nn.Module, path: str, *, is_traceable: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given, tensors, sizes = Structure.of((args, kwargs))
-            leaf = ModuleLeaf(given, path, module, is_traceable=is_traceable)
+            leaf = ModuleLeaf(given, path, module, is_traceable=is_traceable, free_examples=free_examples)
             # What the module's hooks do is done by the leaf.
             leaf.take_hooks(hooks[path])
             return make(leaf, [*tensors, *leaf.own_tensors], sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -32,13 +33,16 @@ class LeafSizes:
     def __init__(self, leaf: ModuleLeaf, tensors: Sequence[Tensor]) -> None:
         self._leaf = leaf
         self._count = len(tensors) - leaf.num_own
-        symbols = {s for t in tensors for size in t.shape for s in size_expression(size).free_symbols}
+        sizes: list[Any] = [size for t in tensors for size in t.shape]
+        symbols = {s for size in sizes for s in size_expression(size).free_symbols}
         if any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in symbols):
             raise UntraceableModuleError(
                 f"a size that {leaf} is given depends on the values of a tensor; keep the shape and use a mask",
                 leaf.path.rpartition(".")[0],
             )
-        if len(symbols) > 1:
+        # Each input may have a symbol of its own for the number of samples.
+        plain = {s: int(size.node.hint) for size in sizes for s in symbols if size_expression(size) == s}
+        if len(symbols) > 1 and (plain.keys() != symbols or leaf.free_examples & set(plain.values())):
             raise CaptureError(
                 f"{leaf} must be kept whole, and then no other size than the number of samples may be free; capture "
                 "the model with a fixed size"
@@ -98,7 +102,14 @@ class LeafSizes:
                 for held, fake in zip(self._leaf.own_tensors, tensors[self._count :], strict=True)
             ]
             own = [t.requires_grad_(fake.requires_grad) for t, fake in zip(own, tensors[self._count :], strict=True)]
-            return _trial(self._leaf, [*given, *own])
+            try:
+                return _trial(self._leaf, [*given, *own])
+            except Exception as error:  # whatever the module's code says of such arguments
+                raise UntraceableModuleError(
+                    f"{self._leaf} must be kept whole, and its sizes are not known, since it does not run on random "
+                    f"numbers and zeros: {error}",
+                    self._leaf.path.rpartition(".")[0],
+                ) from error
 
 
 @dataclass(frozen=True, eq=False)

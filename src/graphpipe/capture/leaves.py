@@ -113,11 +113,21 @@ class ModuleLeaf(Leaf):
         path: Of the module.
         module: The module; a copy of its tree is run, which holds whatever tensors it is given.
         is_traceable: Whether it can run on tensors without values.
+        free_examples: The values, in the example batch, of the sizes that are free besides the number of samples.
     """
 
-    def __init__(self, given: Structure, path: str, module: nn.Module, *, is_traceable: bool) -> None:
+    def __init__(
+        self,
+        given: Structure,
+        path: str,
+        module: nn.Module,
+        *,
+        is_traceable: bool,
+        free_examples: frozenset[int] = frozenset(),
+    ) -> None:
         super().__init__(given)
         self.path = path
+        self.free_examples = free_examples
         self.is_traceable = is_traceable
         self._hold(_copy_tree(module, {}))
 
@@ -128,7 +138,9 @@ class ModuleLeaf(Leaf):
 
     def copy(self) -> ModuleLeaf:
         """Return a leaf with a module tree of its own, for other tensors."""
-        return ModuleLeaf(self.given, self.path, self._body, is_traceable=self.is_traceable)
+        return ModuleLeaf(
+            self.given, self.path, self._body, is_traceable=self.is_traceable, free_examples=self.free_examples
+        )
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         """Put these tensors in the places of its own."""
