@@ -92,7 +92,7 @@ def behaviour(
     with (
         put_into(mode, model),
         _without_memory(model, fake_mode) as fakes,
-        leaves_made(model, {}) as leaves,
+        leaves_made(model, {}, frozenset()) as leaves,
         losses_noticed(model, ()),
         assignments_recorded(model),
         symbolic_builtins(model, loss_fn),
