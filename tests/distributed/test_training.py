@@ -13,9 +13,9 @@ RELATIVE = 1e-9
 
 
 @pytest.fixture(scope="module")
-def updates() -> list[dict[str, Any]]:
+def updates(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each of three ranks found in the cases about updates, run in one job."""
-    return run_case("training_cases.updates", 3, kinds=BOTH)
+    return run_case("training_cases.updates", 3, str(tmp_path_factory.mktemp("updates")), kinds=BOTH)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,21 @@ def test_learning_rates_change_with_every_step(updates: list[dict[str, Any]], ca
         assert len({tuple(rates) for rates in result["rates"]}) > 2
 
 
+@pytest.mark.parametrize(("case", "copies"), [("two ranks", [1, 1, 1]), ("one rank", [1, 1, 0])])
+def test_tied_weights_stay_one_parameter(updates: list[dict[str, Any]], case: str, copies: list[int]) -> None:
+    for result in (r["tied and saved"][case] for r in updates):
+        assert result["resumed"]
+        assert result["copies_equal"]
+        assert result["is_tied"]
+        assert result["count"] == result["expected_count"]
+    # Both uses on one rank are of one tensor.
+    assert [r["tied and saved"][case]["copies_here"] for r in updates] == copies * 2
+
+
 @pytest.fixture(scope="module")
-def precision() -> list[dict[str, Any]]:
+def precision(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each of three ranks found in the cases about precision, run in one job."""
-    return run_case("training_cases.precision", 3)
+    return run_case("training_cases.precision", 3, str(tmp_path_factory.mktemp("precision")), kinds=BOTH)
 
 
 def test_bfloat16_is_that_of_one_process(precision: list[dict[str, Any]]) -> None:
@@ -96,17 +107,18 @@ def test_stages_keep_the_autocast_of_the_capture(precision: list[dict[str, Any]]
 
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all(precision: list[dict[str, Any]]) -> None:
-    assert [r["float16"]["finite_here"] for r in precision] == [False, True, True]
+    assert [r["float16"]["finite_here"] for r in precision] == [False, True, True] * 2
     for result in (r["float16"] for r in precision):
         assert result["rows"] == result["expected"]
         assert [skipped for _, skipped in result["rows"]] == [True, True, False, False]
         assert result["unchanged"] == [True, True, False, False]
         assert result["parameter"] < 1e-2
+        assert result["resumed"]
 
 
 def test_evaluation_and_prediction_are_those_of_the_model_in_eval_mode() -> None:
     # C13 and C19: structure, kinds of tensors, modes and gradients, before and between steps.
-    results = run_case("training_cases.evaluation", 3)
+    results = run_case("training_cases.evaluation", 3, kinds=BOTH)
     for result in results:
         assert max(result["loss"]) < RELATIVE
         assert max(result["output"]) < 1e-6  # complex64 is among the outputs
@@ -116,7 +128,7 @@ def test_evaluation_and_prediction_are_those_of_the_model_in_eval_mode() -> None
 @pytest.fixture(scope="module")
 def data() -> list[dict[str, Any]]:
     """Return what each of three ranks found in the cases about batches and frozen parts, run in one job."""
-    return run_case("training_cases.data_and_frozen", 3)
+    return run_case("training_cases.data_and_frozen", 3, kinds=BOTH)
 
 
 def test_lengths_change_from_step_to_step(data: list[dict[str, Any]]) -> None:
@@ -126,7 +138,7 @@ def test_lengths_change_from_step_to_step(data: list[dict[str, Any]]) -> None:
 
 
 def test_a_rank_may_load_only_what_its_stages_read(data: list[dict[str, Any]]) -> None:
-    assert [r["partial"]["required"] for r in data] == [["x"], ["keep"], ["weight", "labels"]]
+    assert [r["partial"]["required"] for r in data] == [["x"], ["keep"], ["weight", "labels"]] * 2
     for result in (r["partial"] for r in data):
         assert max(result["loss"], result["gradient"]) < RELATIVE
         assert result["num_samples"] == 6
@@ -141,7 +153,7 @@ def test_a_wrong_batch_ends_in_an_error_on_every_rank(data: list[dict[str, Any]]
         "the batch has no input `x`",
         "the batch has no input `keep`",
         "the batch has no input `labels`",
-    ]
+    ] * 2
 
 
 def test_a_frozen_stage_sends_nothing_back_and_does_nothing_in_backward(data: list[dict[str, Any]]) -> None:
@@ -150,4 +162,8 @@ def test_a_frozen_stage_sends_nothing_back_and_does_nothing_in_backward(data: li
         assert result["unchanged"]
         assert result["backward"] == [1, 2]
         assert result["messages"] == [["BACKWARD", 2, 1], ["FORWARD", 0, 2], ["FORWARD", 1, 2]]
-        assert result["has_optimizer"] == (rank != 0)
+        assert result["has_optimizer"] == (rank % 3 != 0)
+        # Nor does it keep anything for one, and the simulator has it the same.
+        assert (result["saved_bytes"] == 0) == (rank % 3 == 0)
+        assert result["simulated_backward"] == [1, 2]
+        assert result["below"]["error"] < RELATIVE

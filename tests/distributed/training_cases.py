@@ -16,12 +16,15 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
-from graphpipe.capture import capture, eager_loss
+from graphpipe.capture import CapturedModel, capture, eager_loss
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.program import lower
+from graphpipe.runtime.checkpoint import Checkpointer
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
 from graphpipe.runtime.sharding import OptimizerStates
+from graphpipe.schedule import ModelCosts
+from graphpipe.simulator import simulate
 from graphpipe.trace import SpanKind
 from tests.capture.test_capture_cases import Reshapes, Rotary
 from tests.distributed import parity
@@ -139,7 +142,7 @@ def train_both(
     }
 
 
-def updates() -> dict[str, Any]:
+def updates(folder: str) -> dict[str, Any]:
     """Clipping, schedules, parameter groups and accumulation on three processes, one of them idle at times."""
     scales = {"left": torch.full((4, 1), 3.0), "right": torch.full((4, 1), 4.0)}
     ids = [ids_of(8, seed) for seed in range(5)]
@@ -174,6 +177,7 @@ def updates() -> dict[str, Any]:
         ),
         "constants": train_both(rotary, tables, [{"x": torch.randn(8, 5, 4)}]),
         "views": train_both(reshapes, views, [{"x": torch.randn(8, 2, 6)}], num_devices=3),
+        "tied and saved": tied_weights(folder),
         "measured": train_both(Chain(), four, chain, loss_fn=mean_square, max_gradient_norm=math.inf),
     }
 
@@ -211,6 +215,45 @@ def plateau(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5, min_lr=[0.01, 0.02, 0.0])
 
 
+def tied_weights(folder: str) -> dict[str, Any]:
+    """C16: an embedding tied to the head, on the first and the last rank or on one; saved after three of five steps."""
+    batches = [ids_of(8, seed) for seed in range(5)]
+    found = {}
+    for name, last in (("two ranks", 2), ("one rank", 0)):
+        parts: list[Part] = [("table", 2, (0,)), ("middle", 4, (1,)), ("", 4, (last,))]
+
+        def pipeline(parts: list[Part] = parts) -> Pipeline:
+            captured = capture(Tied(), batches[0])
+            strategy = hand_made(captured, parts, 8, num_devices=3)
+            return Pipeline(captured, strategy, optimizer=adamw, max_gradient_norm=0.5, transport=parity.kind)
+
+        first, second = pipeline(), pipeline()
+        path = f"{folder}/{parity.kind} {name}"
+        for batch in batches[:3]:
+            first.step(batch)
+        with Checkpointer(first, path) as checkpoints:
+            checkpoints.save()
+        with Checkpointer(second, path) as checkpoints:
+            checkpoints.restore()
+        for batch in batches[3:]:
+            first.step(batch)
+            second.step(batch)
+        parameters, state = second.gather_parameters(), second.gather_state_dict()
+        plain = Tied()
+        plain.load_state_dict(state, strict=True)
+        modules = second._built().modules
+        found[name] = {
+            "resumed": all(torch.equal(p, first.parameters[n]) for n, p in second.parameters.items()),
+            "copies_equal": all(torch.equal(p, parameters[n]) for n, p in second.parameters.items()),
+            "count": sum(p.numel() for p in parameters.values()),
+            "expected_count": sum(p.numel() for p in plain.parameters()),
+            "is_tied": plain.head.weight is plain.table.weight
+            and torch.equal(state["head.weight"], plain.table.weight),
+            "copies_here": len({id(p) for m in modules.values() for n, p in m.named_parameters() if "weight" in n}),
+        }
+    return found
+
+
 class Branches(nn.Module):
     """Two branches and a head, in float32. The left one starts at zero: its gradient may be large."""
 
@@ -242,7 +285,7 @@ def bfloat16() -> dict[str, Any]:
     batches = [branches_batch(seed=seed) for seed in range(3)]
     with torch.autocast("cpu", torch.bfloat16):
         captured = capture(model, batches[0])
-        pipeline = Pipeline(captured, hand_made(captured, BRANCHES, 8), optimizer=sgd)
+        pipeline = Pipeline(captured, hand_made(captured, BRANCHES, 8), optimizer=sgd, transport=parity.kind)
         reference = sgd(alone.parameters())
         losses, expected = [], []
         for batch in batches:
@@ -271,14 +314,22 @@ def bfloat16() -> dict[str, Any]:
     }
 
 
-def float16() -> dict[str, Any]:
-    """Loss scaling: the first batches overflow in the left branch alone, on rank 0."""
+def scaled(captured: CapturedModel, scaling: LossScaling) -> Pipeline:
+    strategy = hand_made(captured, BRANCHES, 8)
+    return Pipeline(captured, strategy, optimizer=sgd, loss_scaling=scaling, transport=parity.kind)
+
+
+def float16(folder: str) -> dict[str, Any]:
+    """Loss scaling: the first batches overflow in the left branch alone, on rank 0.
+
+    A second pipeline goes on from a checkpoint after the third batch, one finite update into the growth of the scale.
+    """
     model, alone = Branches(), Branches()
     batches = [branches_batch(300.0), branches_batch(100.0), branches_batch(seed=2), branches_batch(seed=3)]
     scaling = LossScaling(growth_interval=2)
     with torch.autocast("cpu", torch.float16):
         captured = capture(model, batches[0])
-        pipeline = Pipeline(captured, hand_made(captured, BRANCHES, 8), optimizer=sgd, loss_scaling=scaling)
+        pipeline = scaled(captured, scaling)
         reference, scaler = sgd(alone.parameters()), torch.amp.GradScaler("cpu", growth_interval=2)
         assert pipeline.loss_scaler is not None
         rows, expected, unchanged = [], [], []
@@ -288,6 +339,9 @@ def float16() -> dict[str, Any]:
             after = pipeline.gather_parameters()
             unchanged.append(all(torch.equal(before[name], after[name]) for name in before))
             rows.append((pipeline.loss_scaler.scale, result.is_skipped))
+            if len(rows) == 3:
+                with Checkpointer(pipeline, folder) as checkpoints:
+                    checkpoints.save()
             mine = {n: bool(p.grad is not None and p.grad.isfinite().all()) for n, p in pipeline.parameters.items()}
             if len(rows) == 1:
                 finite = all(mine.values())
@@ -298,18 +352,25 @@ def float16() -> dict[str, Any]:
             old = scaler.get_scale()
             scaler.update()
             expected.append((scaler.get_scale(), scaler.get_scale() < old))
+        resumed = scaled(capture(Branches(), batches[0]), scaling)
+        with Checkpointer(resumed, folder) as checkpoints:
+            checkpoints.restore()
+        resumed.step(batches[3])
+        assert resumed.loss_scaler is not None
     return {
         "rows": rows,
         "expected": expected,
         "unchanged": unchanged,
         "finite_here": finite,
+        "resumed": resumed.loss_scaler.state_dict() == pipeline.loss_scaler.state_dict()
+        and all(torch.equal(p, pipeline.parameters[n]) for n, p in resumed.parameters.items()),
         "parameter": max(relative(after[n], p.detach()) for n, p in alone.named_parameters()),
     }
 
 
-def precision() -> dict[str, Any]:
+def precision(folder: str) -> dict[str, Any]:
     """Both in one job."""
-    return {"bfloat16": bfloat16(), "float16": float16()}
+    return {"bfloat16": bfloat16(), "float16": float16(f"{folder}/{parity.kind}")}
 
 
 class Normed(nn.Module):
@@ -347,7 +408,9 @@ def evaluation() -> dict[str, Any]:
     batches = [batch_of(8, seed=seed) for seed in range(3)]
     captured = capture(model, batches[0], loss_fn=logits_error)
     parts = [("a", 4, (0, 1)), ("norm frozen b", 8, (2,)), ("", 3, (2,))]
-    pipeline = Pipeline(captured, hand_made(captured, parts, 8), optimizer=sgd, loss_fn=logits_error)
+    pipeline = Pipeline(
+        captured, hand_made(captured, parts, 8), optimizer=sgd, loss_fn=logits_error, transport=parity.kind
+    )
     found: dict[str, Any] = {"loss": [], "output": [], "structure": [], "modes": [], "gradients": []}
     for batch in batches:
         small = {name: tensor[:5] for name, tensor in batch.items()}
@@ -409,6 +472,19 @@ def sequences_of(length: int, num_samples: int = 6, seed: int = 0) -> dict[str, 
     }
 
 
+class Adapted(nn.Module):
+    """A trained adapter below a frozen trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.adapter, self.trunk, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.trunk.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.trunk(torch.tanh(self.adapter(x)))))
+
+
 class Frozen(nn.Module):
     """A frozen branch beside a trained one, and an adapter on top of the frozen one."""
 
@@ -431,7 +507,7 @@ def data() -> dict[str, Any]:
 
     model, alone = Sequences(), Sequences()
     captured = capture(model, batches[0])
-    pipeline = Pipeline(captured, hand_made(captured, parts, 6), optimizer=sgd)
+    pipeline = Pipeline(captured, hand_made(captured, parts, 6), optimizer=sgd, transport=parity.kind)
     batch = sequences_of(5, seed=5)
     result = pipeline.step({name: batch[name] for name in pipeline.required_inputs})
     loss = eager_loss(alone, batch)
@@ -455,7 +531,7 @@ def data() -> dict[str, Any]:
         except BatchError as error:
             found["mistakes"][name] = str(error)
     captured = capture(Sequences(), batches[0], free_sizes=LENGTHS)
-    pipeline = Pipeline(captured, hand_made(captured, parts, 6))
+    pipeline = Pipeline(captured, hand_made(captured, parts, 6), transport=parity.kind)
     try:
         pipeline.step(sequences_of(5 + mine // 2, seed=5))
     except BatchError as error:
@@ -472,13 +548,20 @@ def frozen() -> dict[str, Any]:
     found = train_both(model, parts, batches, loss_fn=mean_square, max_gradient_norm=0.1)
     captured = capture(Frozen(), batches[0], loss_fn=mean_square)
     strategy = hand_made(captured, parts, 8)
-    pipeline = Pipeline(captured, strategy, optimizer=sgd)
-    pipeline.step(batches[0])
+    pipeline = Pipeline(captured, strategy, optimizer=sgd, transport=parity.kind)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        pipeline.step(batches[0])
     program = lower(strategy.stages, strategy.schedule)
     found["backward"] = sorted({s.stage for s in pipeline.trace().spans if s.kind is SpanKind.BACKWARD})
     found["messages"] = sorted({(m.phase.name, m.source.stage, m.target.stage) for m in program.messages})
     found["unchanged"] = all(torch.equal(before[n], t) for n, t in model.trunk.state_dict().items())
     found["has_optimizer"] = pipeline.optimizer is not None
+    found["saved_bytes"] = sum(saved)
+    simulated = simulate(program, ModelCosts(strategy.cost_model, strategy.stages))
+    found["simulated_backward"] = sorted({s.stage for s in simulated.spans if s.kind is SpanKind.BACKWARD})
+    below = [("adapter", 2, (0,)), ("trunk", 2, (1,)), ("", 4, (2,))]
+    found["below"] = train_both(Adapted(), below, batches, loss_fn=mean_square, max_gradient_norm=0.1)
     return found
 
 
