@@ -33,7 +33,8 @@ from graphpipe.runtime.comparison import default_tolerance, gradient_error, loss
 from graphpipe.runtime.compilation import Compilation
 from graphpipe.runtime.evaluation import Evaluation
 from graphpipe.runtime.executor import Executor
-from graphpipe.runtime.initialise import Init, fill_own
+from graphpipe.runtime.gathering import gather_tensors, gather_trace
+from graphpipe.runtime.initialise import Init
 from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
 from graphpipe.runtime.meeting import (
     Meeting,
@@ -41,16 +42,15 @@ from graphpipe.runtime.meeting import (
     Position,
     broadcast_text,
     check_batches,
-    check_shared,
-    tensor_digest,
 )
 from graphpipe.runtime.model_file import save_model
+from graphpipe.runtime.own_stages import all_parameters, prepared_stages, specs_digest
 from graphpipe.runtime.peak_memory import peak_memory_bytes
 from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, join, rank, world_size
 from graphpipe.runtime.process_transports import TransportKind, make_transport
 from graphpipe.runtime.resize import resized
 from graphpipe.runtime.sharding import OptimizerStates, ParameterSharing, parameter_owners
-from graphpipe.runtime.stages import StageModule, StageSource, named_tensors
+from graphpipe.runtime.stages import StageSource
 from graphpipe.runtime.update import (
     LRSchedulerFactory,
     OptimizerFactory,
@@ -64,13 +64,11 @@ from graphpipe.runtime.watchdog import DEFAULT_STALL_TIMEOUT, FILES_TIMEOUT, job
 from graphpipe.schedule import ModelCosts, kfkb
 from graphpipe.stage import StageGraph
 from graphpipe.strategy import Strategy
-from graphpipe.trace import Span, SpanKind, Trace, TraceSource
+from graphpipe.trace import Trace
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 Structured = Callable[[Sequence[Tensor]], Any]
-
-_SPAN_KINDS = tuple(SpanKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +245,10 @@ class Pipeline:
         limit = None if self._init is None else FILES_TIMEOUT
         with self._watchdog.operation("the comparison of the strategies and parameters", limit):
             check_agreement("strategies", _digest(self.strategy), "load the same strategy")
-            check_agreement(
-                "shapes or types between stages", _specs_digest(source), "use the same versions and options"
-            )
+            check_agreement("shapes or types between stages", specs_digest(source), "use the same versions and options")
             check_agreement("seeds", hashlib.sha256(str(self._seed).encode()).hexdigest(), "give the same seed")
-            modules = self._prepared_stages(source)
-        parameters = _all_parameters(source).values()
+            modules = prepared_stages(source, self.strategy.stages, self._init)
+        parameters = all_parameters(source).values()
         device = next((p.device for p in parameters if not p.is_meta), torch.device("cpu"))
         self._transport_kind = self._transport_kind or TransportKind.for_device(device)
         reductions = self._program(self.strategy.mini_batch_size).reductions
@@ -285,37 +281,6 @@ class Pipeline:
             loss_scaler=self._loss_scaler,
         )
         _warm_up_autograd()
-
-    def _own_stages(self, source: StageSource) -> dict[int, StageModule]:
-        stages = self.strategy.stages.stages
-        return {x: source.stage_module(s.operators) for x, s in enumerate(stages) if rank() in s.devices}
-
-    def _prepared_stages(self, source: StageSource) -> dict[int, StageModule]:
-        """Return this rank's stages with their values, which agree with those of other ranks."""
-        modules = self._own_stages(source)
-        on_meta = sorted(name for name, p in _all_parameters(source).items() if p.is_meta)
-        if not on_meta and self._init is None:
-            check_agreement("parameters", _parameters_digest(source), "build the model with the same seed, or load it,")
-            return modules
-        self._initialise(source, modules, on_meta)
-        return self._own_stages(source)
-
-    def _initialise(self, source: StageSource, modules: Mapping[int, StageModule], on_meta: Sequence[str]) -> None:
-        """Give memory and values to what this rank's stages hold of a model on the meta device."""
-        if self._init is None:
-            raise GraphPipeError(
-                f"{len(on_meta)} parameters of {source.graph.name!r} are on the meta device, the first is "
-                f"{on_meta[0]!r}; say where their values come from, such as init=graphpipe.FromSeed(0)"
-            )
-        if not on_meta:
-            raise GraphPipeError(
-                f"init is for a model on the meta device, and {source.graph.name!r} has its values already; build it "
-                "under `with torch.device('meta'):`, or leave init out"
-            )
-        own = named_tensors(modules)
-        source.adopt(fill_own(source.model, own, self._init))
-        held = {name: tensor_digest(t) for name, t in named_tensors(self._own_stages(source)).items()}
-        check_shared(held, "values for", "the init must give the same on all of them")
 
     def _program(self, mini_batch_size: int) -> Program:
         if mini_batch_size not in self._programs:
@@ -416,7 +381,7 @@ class Pipeline:
         assert structured is not None
         with self._watchdog.operation("a prediction"):
             _, pieces = self._run_evaluation(evaluation, inputs, "a prediction")
-            gathered = self._gather_all(pieces, keeps=True)
+            gathered = gather_tensors(pieces, keeps=True)
         return structured(evaluation.joined(gathered))
 
     def _run_evaluation(
@@ -670,60 +635,17 @@ class Pipeline:
         self._built()
         with self._watchdog.operation("the gathering of tensors", FILES_TIMEOUT):
             self._meetings.meet(Meeting.GATHERING)
-            return self._gather_all(mine, keeps=ranks is None or rank() in ranks)
-
-    def _gather_all(self, mine: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor]:
-        header = json.dumps({n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in mine.items()})
-        found: dict[str, Tensor] = {}
-        seen: set[str] = set()
-        for source in range(dist.get_world_size()):
-            layout = json.loads(broadcast_text(header, source))
-            for name, (shape, dtype) in layout.items():
-                if name in seen:
-                    continue
-                seen.add(name)
-                if source == rank():
-                    tensor = mine[name].cpu().contiguous().clone()
-                else:
-                    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-                dist.broadcast(tensor, src=source)
-                if keeps:
-                    found[name] = tensor
-        return found
+            return gather_tensors(mine, keeps=ranks is None or rank() in ranks)
 
     def trace(self) -> Trace:
         """Return what every rank did in the last step, and its memory peak so far. All ranks must call this.
 
         The processes of one machine share its clock; on several machines the clocks must agree (NTP).
         """
-        self._built()
+        executor = self._built()
         with self._watchdog.operation("the gathering of the trace"):
             self._meetings.meet(Meeting.TRACE)
-            return self._gather_trace()
-
-    def _gather_trace(self) -> Trace:
-        spans = self._built().spans
-        rows = torch.tensor(
-            [[_SPAN_KINDS.index(s.kind), s.start_s, s.stop_s, s.stage, s.micro_batch] for s in spans],
-            dtype=torch.float64,
-        ).reshape(-1, 5)
-        tables = []
-        for source in range(dist.get_world_size()):
-            size = torch.tensor([len(rows)])
-            dist.broadcast(size, src=source)
-            table = rows if source == rank() else torch.empty((int(size), 5), dtype=torch.float64)
-            dist.broadcast(table, src=source)
-            tables.append(table)
-        start_s = min((float(table[:, 1].min()) for table in tables if len(table)), default=0.0)
-        gathered = [
-            Span(device, _SPAN_KINDS[int(kind)], start - start_s, stop - start_s, int(stage), int(m))
-            for device, table in enumerate(tables)
-            for kind, start, stop, stage, m in table.tolist()
-        ]
-        peaks = torch.zeros(len(tables), dtype=torch.int64)
-        peaks[rank()] = peak_memory_bytes(self._built().torch_device)
-        self._built().transport.all_reduce(range(len(peaks)), peaks)
-        return Trace(TraceSource.MEASURED, len(tables), tuple(gathered), tuple(peaks.tolist()))
+            return gather_trace(executor.spans, peak_memory_bytes(executor.torch_device), executor.transport)
 
     def meet(self, meeting: Meeting) -> None:
         """Return once all ranks begin the same.
@@ -748,23 +670,6 @@ def _digest(strategy: Strategy) -> str:
     # The notes tell how long the search took, which no two ranks agree on.
     text = json.dumps({**strategy.to_json(), "notes": {}}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _specs_digest(source: StageSource) -> str:
-    """Return a hash of what every value looks like, so that no message meets a buffer of another size or type."""
-    specs = sorted((s.name, str(s.dtype), s.shape, str(s.layout)) for s in source.values.values())
-    return hashlib.sha256(json.dumps(specs).encode()).hexdigest()
-
-
-def _all_parameters(source: StageSource) -> dict[str, nn.Parameter]:
-    """Return the parameters of all stages, which every rank has."""
-    return dict(source.stage_module([operator.name for operator in source.graph.operators]).named_parameters())
-
-
-def _parameters_digest(source: StageSource) -> str:
-    """Return a hash of all parameters: replicas and tied copies must start equal to stay so."""
-    digests = sorted((name, tensor_digest(parameter)) for name, parameter in _all_parameters(source).items())
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def _warm_up_autograd() -> None:
