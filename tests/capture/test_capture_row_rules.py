@@ -42,6 +42,8 @@ BODIES: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
     lambda x, w, c: x.cumsum(1).where(x > 0, c),
     lambda x, w, c: (x * c + w.square().sum(0)).masked_fill(x < 0, 0.5),
     lambda x, w, c: x.to(torch.float32).type_as(x).clone().contiguous(),
+    lambda x, w, c: nn.functional.group_norm(x.detach() + x, 3, c[:, 0]) * nn.functional.group_norm(x, 1),
+    lambda x, w, c: nn.functional.interpolate(nn.functional.avg_pool1d(x, 2), scale_factor=2),
     # The batch decides what they give.
     lambda x, w, c: x * x.shape[0],
     lambda x, w, c: w * x.shape[0],
@@ -49,6 +51,8 @@ BODIES: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
     # They mix samples.
     lambda x, w, c: x + x.flip(0),
     lambda x, w, c: x.softmax(0),
+    lambda x, w, c: nn.functional.avg_pool1d(x.transpose(0, 1), 2),
+    lambda x, w, c: nn.functional.group_norm(x.transpose(0, 1), 1),
     lambda x, w, c: x.cumsum(0),
     lambda x, w, c: x.sum((0, 1)),
     lambda x, w, c: x[0] + x,

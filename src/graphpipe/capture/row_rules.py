@@ -31,7 +31,9 @@ from graphpipe.capture.nodes import (
 )
 from graphpipe.capture.training_graph import TrainingGraph
 
-_COPIES = frozenset({"to", "_to_copy", "clone", "contiguous", "type_as", "float", "double", "dropout"})
+_COPIES = frozenset({
+    "to", "_to_copy", "clone", "contiguous", "type_as", "float", "double", "detach", "alias", "dropout",
+})  # fmt: skip
 # The entries stay in their order.
 _VIEWS = frozenset({
     "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as",
@@ -40,6 +42,12 @@ _PARTS = frozenset({"select", "slice", "narrow", "split", "split_with_sizes", "c
 _NORMS = frozenset({"layer_norm", "rms_norm"})
 _ALONG_ONE_AXIS = frozenset({"softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum"})
 _REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "logsumexp"})
+# They work on the maps of each sample, which axis 0 counts.
+_ON_MAPS = frozenset({
+    "group_norm",
+    *(f"{name}{n}d" for name in ("avg_pool", "adaptive_avg_pool", "max_pool") for n in (1, 2, 3)),
+    *(f"upsample_{way}" for way in ("nearest1d", "nearest2d", "linear1d", "bilinear2d", "bicubic2d")),
+})  # fmt: skip
 
 
 def class_by_structure(graph: TrainingGraph, node: fx.Node, classes: Mapping[fx.Node, Any]) -> Any:
@@ -190,6 +198,13 @@ def _normalised(node: fx.Node, reads: list[fx.Node], classes: Mapping[fx.Node, A
     return found if found.axis < first else None
 
 
+def _on_maps(node: fx.Node, reads: list[fx.Node], classes: Mapping[fx.Node, Any]) -> SampleClass | None:
+    """The class of maps with axis 0 for the samples, with weights that do not depend on the batch."""
+    found = classes[reads[0]]
+    is_fixed = all(classes[read] == INDEPENDENT for read in reads[1:])
+    return found if found.axis == 0 and is_fixed and value_of(node).dim() == value_of(reads[0]).dim() else None
+
+
 def _along_axis(node: fx.Node, reads: list[fx.Node], classes: Mapping[fx.Node, Any]) -> SampleClass | None:
     axis: int = argument_of(node, "dim") % value_of(reads[0]).dim()
     return None if axis == classes[reads[0]].axis else classes[reads[0]]
@@ -217,6 +232,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("cat", "stack"), _joined),
     "expand": _expanded,
     **dict.fromkeys(_NORMS, _normalised),
+    **dict.fromkeys(_ON_MAPS, _on_maps),
     **dict.fromkeys(_ALONG_ONE_AXIS, _along_axis),
     **dict.fromkeys(_REDUCTIONS, _reduced),
 }
