@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,22 @@ def test_model_is_left_alone(tmp_path: Path) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_other_work_on_the_machine_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = capture(nn.Linear(4, 1), torch.randn(4, 4), loss_fn=lambda output, batch: output.mean())
+    # Of the warm-up and five measurements only one forward and another backward pass are left in peace. A forward pass
+    # is timed from its first reading of the clock to the second, a backward pass from the third to the fourth.
+    forward_s, backward_s = [9.0, 0.5, 0.3, 0.01, 0.5, 0.2], [9.0, 0.4, 0.02, 0.6, 0.5, 0.3]
+    readings = []
+    for forward, backward in zip(forward_s, backward_s, strict=True):
+        readings += [0.0, forward, 0.0, backward]
+    clock = itertools.cycle(readings)
+    monkeypatch.setattr(measure_module, "_now", lambda _: next(clock))
+    profile = measure_profile(captured, [2], torch.randn(2, 4), cache=DiskCache(tmp_path))
+
+    assert (profile.forward_s == 0.01).all()
+    assert (profile.backward_s == 0.02).all()
 
 
 def test_frozen_operator_has_no_backward(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import platform
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from graphpipe.profiler.cache import entry_name, read_profile
 from graphpipe.profiler.saved import SavedBytes
 
 # Counts up when the way of measuring changes, so that older cached profiles are not taken for current ones.
-METHOD = 2
+METHOD = 3
 
 
 def measure_profile(
@@ -33,21 +32,22 @@ def measure_profile(
     example_batch: Any,
     *,
     device: str | torch.device = "cpu",
-    repeats: int = 3,
+    repeats: int = 5,
     cache: DiskCache | None = None,
 ) -> Profile:
     """Return the measured costs of every operator.
 
     The operators run one after another on the values that the ones before them gave, each from a copy of its own
-    parameters, so the model is left alone and a device needs memory for one operator at a time. Times are medians after
-    one warm-up, with as many threads as the caller has set. The result is kept on disk.
+    parameters, so the model is left alone and a device needs memory for one operator at a time. Times are the
+    least after one warm-up, with as many threads as the caller has set: other work on the machine only ever adds to
+    them. The result is kept on disk.
 
     Args:
         captured: The model.
         sizes: Samples at a time, each at least 1. Operators that mix samples are measured at all of them too.
         example_batch: A batch; its samples are repeated or cut for each size.
         device: Where to measure.
-        repeats: Measurements that a median is taken of.
+        repeats: Measurements that the least is taken of.
         cache: Where profiles are kept; by default the user's own.
 
     Raises:
@@ -163,7 +163,7 @@ def _time(
     device: torch.device,
     repeats: int,
 ) -> _Times:
-    """The median seconds of a forward and a backward pass."""
+    """The least seconds of a forward and of a backward pass."""
     forward, backward = [], []
     for repeat in range(repeats + 1):
         leaves = _leaves(captured, given)
@@ -180,7 +180,7 @@ def _time(
         if repeat:  # the first is the warm-up
             forward.append(middle - started)
             backward.append(stopped - before if roots else 0.0)
-    return _Times(statistics.median(forward), statistics.median(backward))
+    return _Times(min(forward), min(backward))
 
 
 def _leaves(captured: CapturedModel, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
