@@ -285,3 +285,43 @@ def test_branches_without_parameters_and_idle_costs() -> None:
     assert not np.any(problem.profile.forward_s)
     strategy = GraphPipePlanner().plan(problem)
     check_strategy(strategy, estimate(strategy))
+
+
+@given(problems(computation_graphs(series_parallel_edges(6)), max_devices=4))
+@settings(max_examples=15, deadline=None)
+def test_a_sweep_is_never_worse_than_its_parts(problem: PlanningProblem) -> None:
+    found_s = GraphPipePlanner().plan(problem).notes["iteration_s"]
+    for size in problem.micro_batch_sizes:
+        part = GraphPipePlanner().plan(replace(problem, micro_batch_sizes=(size,)))
+        assert found_s <= part.notes["iteration_s"] * (1 + 1e-9), size
+
+
+@given(problems(computation_graphs(series_parallel_edges(5)), max_devices=3))
+@settings(max_examples=15, deadline=None)
+def test_sizes_of_stages_own_never_make_a_plan_worse(problem: PlanningProblem) -> None:
+    equal = GraphPipePlanner().plan(problem).notes["iteration_s"]
+    own = GraphPipePlanner(per_stage_micro_batches=True).plan(problem)
+    assert own.notes["iteration_s"] <= equal * (1 + 1e-9)
+
+
+def test_times_by_size_are_those_of_plans_that_were_played_through() -> None:
+    problem = towers(2, 6, num_devices=4)
+    notes = GraphPipePlanner().plan(problem).notes
+    times = notes["iteration_s_by_micro_batch_size"]
+    assert min(times.values()) == notes["iteration_s"]
+    assert {int(size) for size in times} | set(notes["micro_batch_sizes_ruled_out"]) == {1, 2, 4, 8, 16, 32}
+    for size, taken_s in times.items():
+        part = GraphPipePlanner().plan(replace(problem, micro_batch_sizes=(int(size),)))
+        assert part.notes["iteration_s"] == pytest.approx(taken_s, rel=0.02)
+
+
+def test_rounds_count_where_nothing_fits() -> None:
+    # A stage holds at least a round of micro-batches, so what would fit is more.
+    problem = towers(2, 4, num_devices=2, value_bytes=10**6, memory_bytes=30 * 10**6, parameter_bytes=0)
+    problem = replace(problem, micro_batch_sizes=(4,))
+    wanted = []
+    for k in (1, 4):
+        with pytest.raises(PlanningError, match="What would fit: 2 devices of") as error:
+            GraphPipePlanner(k=k, recompute=RecomputePolicy.NEVER).plan(problem)
+        wanted.append(float(str(error.value).split("What would fit: 2 devices of ")[1].split()[0]))
+    assert wanted[0] < wanted[1]

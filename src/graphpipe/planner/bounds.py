@@ -42,20 +42,23 @@ def lower_bound(table: OperatorTable) -> LowerBound:
     return LowerBound(work_s, longest_path(problem.graph.successors, table.least_pass_s.tolist()))
 
 
-def nothing_fits(table: OperatorTable, chains: Sequence[Chain], recompute: Sequence[Recompute]) -> PlanningError:
+def nothing_fits(
+    table: OperatorTable, chains: Sequence[Chain], recompute: Sequence[Recompute], k: int = 1
+) -> PlanningError:
     """Return the error that says what does not fit, and what would.
 
     Args:
         table: The operators.
         chains: The layouts of the graph that were searched.
         recompute: What stages may keep of their forward pass.
+        k: Passes in a round.
     """
     problem = table.problem
     needs = [(_alone(problem, u), u) for u in range(len(problem.graph.operators))]
     available = min(device.memory_bytes for device in problem.cluster.devices)
     too_large = [(parts.total * (1 + WORKSPACE_MARGIN), u, parts) for parts, u in needs]
     too_large = sorted(each for each in too_large if each[0] > available)
-    way_out = _what_would_fit(table, chains, recompute)
+    way_out = _what_would_fit(table, chains, recompute, k)
     if too_large:
         needed, u, parts = too_large[0]
         operator = problem.graph.operators[u]
@@ -81,13 +84,13 @@ def _alone(problem: PlanningProblem, operator: int) -> MemoryParts:
     return problem.cost_model.state_memory([operator]) + MemoryParts(activations=activations)
 
 
-def _what_would_fit(table: OperatorTable, chains: Sequence[Chain], recompute: Sequence[Recompute]) -> str:
+def _what_would_fit(table: OperatorTable, chains: Sequence[Chain], recompute: Sequence[Recompute], k: int) -> str:
     available = min(device.memory_bytes for device in table.problem.cluster.devices)
     ways = []
-    enough = _least_memory(table, chains, recompute, available)
+    enough = _least_memory(table, chains, recompute, k, available)
     if enough is not None:
         ways.append(f"{table.num_devices} devices of {format_bytes(enough)}")
-    devices = _fewest_devices(table, chains, recompute)
+    devices = _fewest_devices(table, chains, recompute, k)
     if table.num_devices < devices < NEVER:
         ways.append(f"{devices} devices of {format_bytes(available)}")
     if not ways:
@@ -95,15 +98,15 @@ def _what_would_fit(table: OperatorTable, chains: Sequence[Chain], recompute: Se
     return f"What would fit: {', or '.join(ways)}; an optimizer with less state needs less"
 
 
-def _fewest_devices(table: OperatorTable, chains: Sequence[Chain], recompute: Sequence[Recompute]) -> int:
+def _fewest_devices(table: OperatorTable, chains: Sequence[Chain], recompute: Sequence[Recompute], k: int) -> int:
     """Return how many devices of this memory are enough; `NEVER` or more where no number is."""
     size = min(table.problem.micro_batch_sizes)
-    searches = (Search(make_setting(table, chain, size, recompute, 1), chain) for chain in chains)
+    searches = (Search(make_setting(table, chain, size, recompute, k), chain) for chain in chains)
     return min(search.fewest_devices(float("inf")) for search in searches)
 
 
 def _least_memory(
-    table: OperatorTable, chains: Sequence[Chain], recompute: Sequence[Recompute], available: int
+    table: OperatorTable, chains: Sequence[Chain], recompute: Sequence[Recompute], k: int, available: int
 ) -> int | None:
     """Return how much memory on as many devices is enough, up to a hundredth, or None where no amount seems to be."""
 
@@ -111,7 +114,7 @@ def _least_memory(
         cluster = table.problem.cluster
         devices = tuple(replace(device, memory_bytes=memory_bytes) for device in cluster.devices)
         problem = replace(table.problem, cluster=replace(cluster, devices=devices))
-        return _fewest_devices(OperatorTable(problem), chains, recompute) <= len(cluster)
+        return _fewest_devices(OperatorTable(problem), chains, recompute, k) <= len(cluster)
 
     low, high = available, available * 2
     while not fits(high):

@@ -96,7 +96,6 @@ def best_simulated(
     planner: str,
     k: int,
     order: StageOrder = StageOrder.GRAPH,
-    num_plans: int = SIMULATED_PLANS,
 ) -> Simulated | None:
     """Return the best of some plans by simulation, or None where none fits into memory.
 
@@ -106,10 +105,9 @@ def best_simulated(
         planner: Who made them.
         k: Passes in a round.
         order: What their stages wait for.
-        num_plans: How many are simulated at most, once one fits.
     """
     best: Simulated | None = None
-    left = num_plans
+    left = SIMULATED_PLANS
     for plan in ranked:
         if best is not None:
             if left <= 0:

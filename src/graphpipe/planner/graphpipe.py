@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,10 +13,10 @@ from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.bounds import lower_bound, nothing_fits
 from graphpipe.planner.candidates import (
-    SIMULATED_PLANS,
     Candidate,
     Simulated,
     best_simulated,
+    simulated,
     variants,
     with_sizes_of_stages,
 )
@@ -36,11 +35,14 @@ from graphpipe.strategy import Strategy
 # A graph with at most so many downsets is small.
 FEW_DOWNSETS = 128
 # What may be spent on changes of the best plan.
-CHANGE_BUDGET = 12_000
+CHANGE_BUDGET = 9_000
 # Where none of its changes is better, the next best plans are changed, up to so many.
 CHANGED_PLANS = 4
 # Schedules are played through until they have had so many tasks, but at least one.
 PLAYED_TASKS = 16_000
+
+# A plan's simulation may be faster than playing it by this share: every replica of a stage was taken for the busiest.
+PLAYED_DOUBT = 0.02
 
 
 class Objective(StrEnum):
@@ -64,8 +66,7 @@ class GraphPipePlanner:
         objective: What a plan is judged by.
         recompute: Where activations may be dropped and computed again.
         k: Passes in a round of the kFkB schedule.
-        per_stage_micro_batches: Whether stages get micro-batch sizes of their own, by improving the best plan. They
-            are tried within the same budget as other changes, so a plan may also come out a little worse.
+        per_stage_micro_batches: Whether stages may get micro-batch sizes of their own, where that improves the plan.
         time_limit_s: Seconds after which the best plan so far is returned; a first plan is looked for in any case.
     """
 
@@ -111,6 +112,7 @@ class _Planning:
         self.problem = problem
         self.progress = progress
         self.started_s, self.started_cpu_s = time.perf_counter(), time.process_time()
+        self.simulation_s = 0.0
         self.table = OperatorTable(problem)
         self.shape = decompose(problem.graph)
         self.layout = lay_out(problem.graph, self.shape, self.table)
@@ -118,66 +120,27 @@ class _Planning:
         self.layouts = tuple(dict.fromkeys((self.layout, line(range(len(problem.graph.operators))))))
         # In a small graph any difference of two downsets may be a stage, as Piper has it.
         self.downsets = few_downsets(self.table, FEW_DOWNSETS)
-        self.candidates: list[Candidate] = []
-        self.known: set[Draft] = set()
-        self.known_pieces: set[tuple[int, tuple[Piece, ...]]] = set()
-        self.by_size: dict[int, float] = {}
-        self.ruled_out: list[int] = []
-        self.settings: list[Setting] = []
-        self.num_transitions = 0
-        # Seconds that the busiest device works on a mini-batch, at least, in the plans that were found.
-        self.least_load_s = math.inf
         self.sketcher = Sketcher(problem, planner.k)
+        self.num_transitions = 0
 
     def strategy(self) -> Strategy:
-        for recompute in _attempts(self.planner.recompute):
-            self._search(recompute)
-            ranked = self._ranked()
-            searched_s = time.process_time() - self.started_cpu_s
-            # The first that fits has the best bottleneck; the best time takes a comparison.
-            count = SIMULATED_PLANS if self._is_by_time else 1
-            best = best_simulated(self.problem, ranked, self.planner.name, self.planner.k, num_plans=count)
+        attempts = _attempts(self.planner.recompute)
+        for recompute in attempts:
+            best, sizes = self._by_time(recompute) if self.is_by_time else self._by_bottleneck(recompute)
+            self.num_transitions += sum(size.num_transitions for size in sizes)
             if best is not None:
-                return self._finished(best, searched_s)
-            self._forget()
-        raise nothing_fits(self.table, self.layouts, _attempts(self.planner.recompute)[-1])
-
-    def _forget(self) -> None:
-        """Start again: nothing that was found fits into memory."""
-        self.candidates, self.known, self.by_size, self.ruled_out = [], set(), {}, []
-        self.known_pieces = set()
-        self.least_load_s = math.inf
-        self.num_transitions += sum(setting.tally.transitions for setting in self.settings)
-        self.settings = []
+                return self._finished(best, sizes)
+        raise nothing_fits(self.table, self.layouts, attempts[-1], self.planner.k)
 
     @property
-    def _is_by_time(self) -> bool:
+    def is_by_time(self) -> bool:
         return self.planner.objective is Objective.ITERATION_TIME
 
-    def value(self, plan: Candidate) -> float:
-        """Return what is minimised, by the guess."""
-        return plan.predicted.iteration_s if self._is_by_time else plan.predicted.bottleneck_s
-
-    def _is_late(self) -> bool:
+    def is_late(self) -> bool:
         limit_s = self.planner.time_limit_s
         return limit_s is not None and time.perf_counter() - self.started_s > limit_s
 
-    def _search(self, recompute: Sequence[Recompute]) -> None:
-        # A good plan in the beginning lets the search pass over others; medium sizes are the likeliest.
-        batch = self.problem.mini_batch_size
-        for size in sorted(self.problem.micro_batch_sizes, key=lambda size: (abs(math.log(batch / size / 16)), size)):
-            is_worth = False
-            for search in self._searches(size, recompute):
-                if self.candidates and self._is_late():
-                    return
-                is_worth |= self._search_size(size, search)
-            if is_worth and size in self.by_size:
-                self.progress(f"micro-batches of {size}: {self.by_size[size]:.4g} s an iteration")
-            elif not is_worth and size in self.by_size:
-                self.ruled_out.append(size)
-                self.progress(f"micro-batches of {size}: slower than another size whatever the stages")
-
-    def _searches(self, size: int, recompute: Sequence[Recompute]) -> Iterator[TargetSearch]:
+    def searches(self, size: int, recompute: Sequence[Recompute]) -> Iterator[TargetSearch]:
         """Yield the searches of one micro-batch size."""
         for chain in self.layouts:
             yield Search(make_setting(self.table, chain, size, recompute, self.planner.k), chain)
@@ -185,104 +148,223 @@ class _Planning:
             setting = make_setting(self.table, self.layouts[-1], size, recompute, self.planner.k)
             yield DownsetSearch(setting, self.downsets)
 
-    def _search_size(self, size: int, search: TargetSearch) -> bool:
-        """Collect the plans of one search; return whether any may be the best."""
-        setting = search.setting
-        count = setting.num_micro_batches
+    def _by_time(self, recompute: Sequence[Recompute]) -> tuple[Simulated | None, list[_Size]]:
+        """Return the best plan by simulation: every size is planned for as if it were the only one."""
+        sizes: list[_Size] = []
+        best_s = math.inf
+        for number in self._in_likely_order():
+            if any(size.candidates for size in sizes) and self.is_late():
+                break
+            size = _Size(self, number, recompute)
+            size.search(best_s * (1 + DOUBT))
+            size.play()
+            sizes.append(size)
+            best_s = min([best_s, *(plan.sketch.played_s for plan in size.played[:1] if not plan.sketch.is_too_large)])
+            self._tell(size)
+        return self._timed(lambda: self._best_of(sizes)), sizes
+
+    def _best_of(self, sizes: Sequence[_Size]) -> Simulated | None:
+        """Return the best plan of all sizes by simulation."""
+        best: Simulated | None = None
+        for size in sorted((size for size in sizes if size.candidates), key=lambda size: _by_playing(size.played[0])):
+            if best is None or size.played[0].sketch.played_s < best.estimate.iteration_s * (1 + PLAYED_DOUBT):
+                found = best_simulated(self.problem, size.ranked(), self.planner.name, self.planner.k)
+                if found is not None and (best is None or found.estimate.iteration_s < best.estimate.iteration_s):
+                    best = found
+        return best
+
+    def _by_bottleneck(self, recompute: Sequence[Recompute]) -> tuple[Simulated | None, list[_Size]]:
+        """Return the first plan that fits, by what its busiest stage takes."""
+        sizes: list[_Size] = []
+        for number in self._in_likely_order():
+            if sizes and any(size.candidates for size in sizes) and self.is_late():
+                break
+            size = _Size(self, number, recompute)
+            size.search(min((each.least_load_s for each in sizes), default=math.inf))
+            sizes.append(size)
+            self._tell(size)
+        plans = [plan for size in sizes for plan in size.candidates]
+        plans.sort(key=lambda plan: (plan.predicted.bottleneck_s, plan.predicted.iteration_s))
+        tried = (simulated(self.problem, plan, self.planner.name, self.planner.k) for plan in plans)
+        return self._timed(lambda: next((found for found in tried if found is not None), None)), sizes
+
+    def _in_likely_order(self) -> list[int]:
+        # A good plan in the beginning lets the search pass over others; medium sizes are the likeliest.
+        batch = self.problem.mini_batch_size
+        return sorted(self.problem.micro_batch_sizes, key=lambda size: (abs(math.log(batch / size / 16)), size))
+
+    def _timed(self, simulate: Callable[[], Simulated | None]) -> Simulated | None:
+        """Simulate, and remember how long it took."""
+        started_s = time.process_time()
+        found = simulate()
+        self.simulation_s = time.process_time() - started_s
+        return found
+
+    def _tell(self, size: _Size) -> None:
+        if size.iteration_s is None:
+            self.progress(f"micro-batches of {size.number}: slower than another size whatever the stages")
+        else:
+            self.progress(f"micro-batches of {size.number}: {size.iteration_s:.4g} s an iteration")
+
+    def _finished(self, best: Simulated, sizes: Sequence[_Size]) -> Strategy:
+        by_size = {size.number: size.iteration_s for size in sizes if size.iteration_s is not None}
+        by_size[best.candidate.micro_batch_size] = best.estimate.iteration_s
+        notes = plan_notes(self.problem, best.strategy, best.estimate, self.bound, by_size, knots_of(self.shape))
+        notes["micro_batch_sizes_ruled_out"] = sorted({size.number for size in sizes} - set(by_size))
+        notes["search_s"] = time.process_time() - self.started_cpu_s - self.simulation_s
+        notes["simulation_s"] = self.simulation_s
+        notes["candidates"] = sum(len(size.candidates) for size in sizes)
+        notes["transitions"] = self.num_transitions
+        return replace(best.strategy, notes=notes)
+
+
+class _Size:
+    """Plans of one micro-batch size.
+
+    Attributes:
+        number: Samples.
+        candidates: The plans that were found.
+        played: The best of them and changes of these, best first.
+        least_load_s: Seconds that the busiest device works on a mini-batch, at least, in these plans.
+        iteration_s: Seconds of an iteration of the best plan, by playing it through or, where the bottleneck is the
+            objective, by its guess; None where the size was ruled out.
+    """
+
+    def __init__(self, planning: _Planning, number: int, recompute: Sequence[Recompute]) -> None:
+        self.planning = planning
+        self.number = number
+        self.recompute = recompute
+        self.candidates: list[Candidate] = []
+        self.played: list[Candidate] = []
+        self.least_load_s = math.inf
+        self.iteration_s: float | None = None
+        self._settings: list[Setting] = []
+        self._known: set[Draft] = set()
+        self._known_pieces: set[tuple[Piece, ...]] = set()
+
+    @property
+    def num_transitions(self) -> int:
+        """Ways to go on that the searches weighed."""
+        return sum(setting.tally.transitions for setting in self._settings)
+
+    def search(self, limit_s: float) -> None:
+        """Collect the plans of this size.
+
+        Args:
+            limit_s: Plans whose busiest device works longer on a mini-batch are of no interest.
+        """
+        searches = list(self.planning.searches(self.number, self.recompute))
+        self._settings = [search.setting for search in searches]
+        if math.isfinite(limit_s) and self.planning.is_by_time:
+            # Most sizes end here.
+            target_s = limit_s / searches[0].setting.num_micro_batches
+            if all(search.fewest_devices(target_s) > self.planning.table.num_devices for search in searches):
+                return
+            limit_s = math.inf
+        for search in searches:
+            if self.candidates and self.planning.is_late():
+                break
+            self._collect(search, limit_s)
+        self.iteration_s = min((plan.predicted.iteration_s for plan in self.candidates), default=None)
+
+    def _collect(self, search: TargetSearch, limit_s: float) -> None:
+        """Add the plans of one search."""
+        planning = self.planning
+        count = search.setting.num_micro_batches
         # Divided into stages on the same devices, a single stage may sum its gradients while it goes on.
-        hopeless = SLACKS[-1] if self._is_by_time else 1.0
+        hopeless = SLACKS[-1] if planning.is_by_time else 1.0
         for found in search.single_stages():
-            if found.slowest_s * count <= self._best_value() * hopeless:
-                self._collect(size, found.pieces)
+            if found.slowest_s * count <= min(self._best_value(), limit_s) * hopeless:
+                self._add(found.pieces)
         # A device that works on every micro-batch for the target takes that long at least.
-        best_s = search.slowest_s() * count
-        if self.candidates:
-            best_s = min(best_s, self._best_value() * (1 + self._doubt))
-        best_s = best_s if self._is_by_time else min(best_s, self.least_load_s)
-        is_first, self.settings = not self.settings, [*self.settings, setting]
-        low_s = self.bound.work_s / count
-        if is_first:
+        best_s = min(search.slowest_s() * count, self._best_value() * (1 + self._doubt), limit_s)
+        best_s = best_s if planning.is_by_time else min(best_s, self.least_load_s)
+        low_s = planning.bound.work_s / count
+        if math.isinf(self.least_load_s) and math.isinf(limit_s):
             target_s = search.least_target_s(low_s, best_s / count)
         else:
             # After the first search, most cannot do better.
             target_s = search.better_target_s(low_s, best_s / count * (1 - PRECISION))
         if target_s is None:
-            return False
+            return
         self.least_load_s = min(self.least_load_s, target_s * count)
-        slacks = SLACKS if self._is_by_time else SLACKS[:1]
+        slacks = SLACKS if planning.is_by_time else SLACKS[:1]
         for found in search.near(target_s, lambda target_s: self._is_worth(target_s * count), slacks):
-            self._collect(size, found.pieces)
-        return True
+            self._add(found.pieces)
+
+    def value(self, plan: Candidate) -> float:
+        """Return what is minimised, by the guess."""
+        return plan.predicted.iteration_s if self.planning.is_by_time else plan.predicted.bottleneck_s
 
     def _is_worth(self, load_s: float) -> bool:
-        if self.candidates and self._is_late():
+        if self.candidates and self.planning.is_late():
             return False
         return load_s <= self._best_value() * (1 + self._doubt)
 
     @property
     def _doubt(self) -> float:
         """How far off the value of a plan may be: a guess of the time leaves out waiting, the bottleneck is known."""
-        return DOUBT if self._is_by_time else 0.0
+        return DOUBT if self.planning.is_by_time else 0.0
 
     def _best_value(self) -> float:
         """Return the best guess so far of what is minimised; infinite before there is one."""
         return min(map(self.value, self.candidates), default=math.inf)
 
-    def _collect(self, size: int, pieces: tuple[Piece, ...]) -> None:
-        if (size, pieces) in self.known_pieces:
+    def _add(self, pieces: tuple[Piece, ...]) -> None:
+        if pieces in self._known_pieces:
             return
-        self.known_pieces.add((size, pieces))
-        found = draft(self.problem, pieces, size)
-        for plan in (found, self.sketcher.splitter.components(found)):
-            if plan in self.known:
-                continue
-            self.known.add(plan)
-            for each in variants(self.sketcher, plan, size):
-                self._keep(each)
+        self._known_pieces.add(pieces)
+        found = draft(self.planning.problem, pieces, self.number)
+        for plan in (found, self.planning.sketcher.splitter.components(found)):
+            if plan not in self._known:
+                self._known.add(plan)
+                self.candidates += variants(self.planning.sketcher, plan, self.number)
 
-    def _keep(self, plan: Candidate) -> None:
-        size = plan.micro_batch_size
-        self.candidates.append(plan)
-        self.by_size[size] = min(self.by_size.get(size, float("inf")), plan.predicted.iteration_s)
+    def play(self) -> None:
+        """Play the best plans and changes of them through."""
+        self.played = self._played(changed)
+        if self.planning.planner.per_stage_micro_batches:
+            # Apart, so that the plans are no worse than without.
+            both = (with_sizes_of_stages, changed)
+            self.played += self._played(lambda sketcher, plan: (each for way in both for each in way(sketcher, plan)))
+            self.played.sort(key=_by_playing)
+        self.iteration_s = min((plan.sketch.played_s for plan in self.played), default=None)
 
-    def _ranked(self) -> list[Candidate]:
-        """Return all plans, best first: those that were played through by what that showed, then by their guesses."""
-        if not self._is_by_time:
-            return sorted(self.candidates, key=lambda plan: (self.value(plan), plan.predicted.iteration_s))
+    def ranked(self) -> Iterator[Candidate]:
+        """Yield all plans: those that were played, best first, then those that were not, by their guesses."""
+        yield from self.played
+        known = {id(plan) for plan in self.played}
+        yield from (plan for plan in sorted(self.candidates, key=self.value) if id(plan) not in known)
+
+    def _played(self, changes: Callable[[Sketcher, Candidate], Iterable[Candidate]]) -> list[Candidate]:
+        """Return the best plans and what some changes make of them."""
         played = _Played(self.value)
         played.add(self.candidates)
         budget = Budget(CHANGE_BUDGET)
         tried: set[Draft] = set()
-        while budget.left > 0 and played.tasks_left > 0 and not self._is_late():
-            # From the best plan that was not changed yet: the best of all may be a dead end.
-            start = next((plan for plan in played.ranked[:CHANGED_PLANS] if plan.plan not in tried), None)
+        known = set(self._known)
+        while budget.left > 0 and played.tasks_left > 0 and not self.planning.is_late():
+            # From the best plan that was not changed yet: the best of all may be a dead end. Those that take as long to
+            # the last digits are the same but for the names of branches.
+            differ = {f"{plan.sketch.played_s:.9g}": plan for plan in reversed(played.ranked)}
+            best = list(differ.values())[::-1][:CHANGED_PLANS]
+            start = next((plan for plan in best if plan.plan not in tried), None)
             if start is None:
                 break
             tried.add(start.plan)
-            changes = changed(self.sketcher, start)
-            if self.planner.per_stage_micro_batches:
-                changes = itertools.chain(with_sizes_of_stages(self.sketcher, start), changes)
             affordable = []
-            for each in changes:
-                if each.plan not in self.known:
-                    self.known.add(each.plan)
+            for each in changes(self.planning.sketcher, start):
+                if each.plan not in known:
+                    known.add(each.plan)
                     affordable.append(each)
                 if not budget.spend(each):
                     break
             played.add(affordable)
-        known = {id(plan) for plan in played.ranked}
-        return [*played.ranked, *(plan for plan in sorted(self.candidates, key=self.value) if id(plan) not in known)]
+        return played.ranked
 
-    def _finished(self, best: Simulated, searched_s: float) -> Strategy:
-        best_size = best.candidate.micro_batch_size
-        by_size = {size: s for size, s in self.by_size.items() if size not in self.ruled_out or size == best_size}
-        notes = plan_notes(self.problem, best.strategy, best.estimate, self.bound, by_size, knots_of(self.shape))
-        notes["micro_batch_sizes_ruled_out"] = sorted(self.ruled_out)
-        notes["search_s"] = searched_s
-        notes["simulation_s"] = time.process_time() - self.started_cpu_s - searched_s
-        notes["candidates"] = len(self.candidates)
-        notes["transitions"] = self.num_transitions + sum(setting.tally.transitions for setting in self.settings)
-        return replace(best.strategy, notes=notes)
+
+def _by_playing(plan: Candidate) -> tuple[bool, float]:
+    return plan.sketch.is_too_large, plan.sketch.played_s
 
 
 class _Played:
@@ -315,7 +397,7 @@ class _Played:
                         continue
             self.tasks_left -= plan.sketch.played_tasks
             self.ranked.append(plan)
-            self.ranked.sort(key=lambda each: (each.sketch.is_too_large, each.sketch.played_s))
+            self.ranked.sort(key=_by_playing)
 
 
 def _attempts(policy: RecomputePolicy) -> tuple[tuple[Recompute, ...], ...]:

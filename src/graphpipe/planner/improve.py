@@ -86,7 +86,7 @@ def _with_replicas(plan: Draft, group: int, num_replicas: int) -> Draft:
 
 
 def _replicas(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
-    """Give a group devices that are free, or those of another group."""
+    """Give a group devices that are free, or those of another group, or leave one of its own idle."""
     groups = _groups(plan.plan)
     free = len(problem.cluster) - plan.plan.num_devices
     for group, stages in groups.items():
@@ -94,6 +94,9 @@ def _replicas(problem: PlanningProblem, plan: Candidate) -> Iterator[Draft]:
         most = _most_replicas(problem, stages, now + free)
         if most > now:
             yield _with_replicas(plan.plan, group, most)
+        if now > 1:
+            # Fewer replicas sum their gradients sooner.
+            yield _with_replicas(plan.plan, group, now - 1)
         for other, others in groups.items():
             fewer = others[0].choice.num_replicas - 1
             if other != group and fewer:

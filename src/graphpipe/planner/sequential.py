@@ -96,11 +96,11 @@ class SequentialPlanning:
         if best is None:
             return None
         strategy, found = best.strategy, best.estimate
-        by_size: dict[int, float] = {}
-        for plan in self.plans:
-            by_size[plan.micro_batch_size] = min(
-                by_size.get(plan.micro_batch_size, float("inf")), plan.predicted.iteration_s
-            )
+        sizes = sorted({plan.micro_batch_size for plan in guessed})
+        by_size = {
+            size: next(plan for plan in guessed if plan.micro_batch_size == size).sketch.played_s for size in sizes
+        }
+        by_size[best.candidate.micro_batch_size] = found.iteration_s
         notes = plan_notes(self.problem, strategy, found, lower_bound(table), by_size)
         notes["transitions"] = self.transitions
         notes["search_s"] = searched_s

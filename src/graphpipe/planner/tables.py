@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,9 @@ class StageDevices:
         self.setting = setting
         self.tables = tables
         # ``[choices, ...]`` the highest level of a choice that keeps to the target, or of one with fewer devices.
-        self.levels = np.maximum.accumulate(np.where(tables.seconds <= target_s, tables.levels, 0), axis=0)
+        self.levels = tables.levels * (tables.seconds <= target_s)
+        for fewer, more in pairwise(self.levels):
+            np.maximum(more, fewer, out=more)
         replicas = [choice.num_replicas for choice in setting.choices]
         self._devices = np.array([*replicas, NEVER], dtype=np.int32)
         self._known: dict[tuple[int, bool], Devices] = {}
@@ -72,7 +75,7 @@ class StageDevices:
         step = bisect_left(self.tables.steps, level)
         if (step, is_last) not in self._known:
             # As many choices as are at a lower level come before the first one that is possible.
-            found = self._devices[(self.levels < level).sum(axis=0, dtype=np.int16)]
+            found = self._devices.take((self.levels < level).view(np.uint8).sum(axis=0, dtype=np.uint8))
             if not is_last:
                 found[self.tables.only_last] = NEVER
             self._known[step, is_last] = found
