@@ -7,11 +7,12 @@ import socket
 
 import pytest
 
+import graphpipe.runtime.watchdog as watchdog_module
 from graphpipe.errors import BatchError
 from graphpipe.program import AwaitReceive, Compute, OptimizerStep, lower
 from graphpipe.runtime.verdict import PlaceKind
 from graphpipe.runtime.watch import Cell, Lines
-from graphpipe.runtime.watchdog import Watchdog
+from graphpipe.runtime.watchdog import Watchdog, job_watchdog
 from graphpipe.schedule import kfkb
 from tests.stage_graphs import DIAMOND, make_stages
 
@@ -101,3 +102,19 @@ def test_a_stranger_that_speaks_something_else_is_left(sent: bytes) -> None:
         theirs.sendall(sent)
         assert list(lines.receive()) == []
         assert not lines.is_open
+
+
+def test_the_limits_of_the_last_pipeline_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_module, "_watchdog", None)
+    first = job_watchdog(datetime.timedelta(seconds=60))
+    ours, theirs = socket.socketpair()
+    first._control = ours
+    lines = Lines(theirs)
+    # A second pipeline of the process asks for another timeout, and a third for the same.
+    for _ in range(2):
+        assert job_watchdog(datetime.timedelta(seconds=5)) is first
+    told = list(lines.receive())
+    assert [message["limits"]["progress_s"] for message in told] == [5.0]
+    first._control = None
+    ours.close()
+    theirs.close()
