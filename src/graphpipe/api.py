@@ -24,6 +24,7 @@ from graphpipe.planner.graphpipe import GraphPipePlanner
 from graphpipe.profiler import measure_profile
 from graphpipe.runtime.comparison import default_tolerance, gradient_error, loss_error, smallest_scale
 from graphpipe.runtime.compilation import Compilation
+from graphpipe.runtime.first_step import Verify
 from graphpipe.runtime.initialise import Init
 from graphpipe.runtime.loss_scale import LossScaling
 from graphpipe.runtime.pipeline import LossFunction, Pipeline
@@ -269,7 +270,7 @@ def verify(
         cache=cache,
     )
     whole = copy.deepcopy(captured.stage_module([o.name for o in captured.graph.operators]))
-    pipeline = Pipeline(captured, strategy)
+    pipeline = Pipeline(captured, strategy, verify=Verify.NEVER)
     found = pipeline.forward_backward(batch)
     gradients = pipeline.gather_gradients()
     if captured.is_random:

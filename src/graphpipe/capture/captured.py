@@ -99,6 +99,12 @@ class CapturedModel:
         return frozenset(attributes[table].name for table in tables if table is not None and table in attributes)
 
     @property
+    def draws_alike(self) -> bool:
+        """Whether the forward pass draws the same numbers whatever the micro-batches are, as keyed dropout does."""
+        module = self.stage_module([operator.name for operator in self.graph.operators])
+        return not module.draws_by_micro_batch
+
+    @property
     def outputs(self) -> tuple[tuple[str, SampleClass], ...]:
         """The names of the wanted results besides the loss, and how each depends on the samples."""
         names, classes = self._value_names, self._classification.classes

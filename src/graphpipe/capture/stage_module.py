@@ -128,6 +128,13 @@ class StageModule(nn.Module):
         program.recompile()
         self._program = [torch.compile(program, backend=backend, dynamic=dynamic, options=options)]
 
+    @property
+    def draws_by_micro_batch(self) -> bool:
+        """Whether it draws random numbers, or may, that are others for the same samples in another micro-batch."""
+        program = self._program[0]
+        assert isinstance(program, fx.GraphModule), "it is asked before it is compiled"
+        return any(node.target in (seeded, run_seeded_leaf) for node in program.graph.nodes)
+
     def written_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that `forward` writes, such as running statistics, by name."""
         return {name: buffer for name, buffer in self.named_buffers() if name in self._written}

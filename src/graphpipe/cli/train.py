@@ -46,6 +46,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="Seconds that one task may take if it never took a tenth of that before, or a rank let no other thread run.",
 )
+@click.option(
+    "--verify",
+    type=click.Choice(["auto", "never", "first-step"]),
+    default="never",
+    show_default=True,
+    help="When to compare with one process: the first step of small models, of none, or of any.",
+)
 @click.option("--save", type=click.Path(path_type=Path), help="Write the trained model as safetensors.")
 @click.option("--init", type=click.Path(path_type=Path), help="Begin with the model of a safetensors file.")
 @click.option(
@@ -85,6 +92,7 @@ def command(
     report: Path | None,
     timeout_s: float,
     stall_timeout_s: float,
+    verify: str,
     save: Path | None,
     init: Path | None,
     folder: Path | None,
@@ -130,6 +138,7 @@ def command(
             *("train", str(strategy_file), *model.arguments()),
             *("--steps", str(steps), "--log-every", str(log_every)),
             *("--timeout", str(timeout_s), "--stall-timeout", str(stall_timeout_s)),
+            *("--verify", verify),
             *given,
         ]
         if elastic:
@@ -172,6 +181,7 @@ def command(
             sample_axes=job.sample_axes,
             split_points=job.split_points,
             keep_whole=job.keep_whole,
+            verify=verify,
             cache=model.cache,
         )
     batches = Batches(job, strategy.mini_batch_size)

@@ -342,6 +342,7 @@ class Checkpointer:
         batches = self._ranks.everywhere(lambda: attempt(lambda: self._check_model(step, manifest)))
         # From here on there is no way back to what was before.
         self._is_half_restored = True
+        self._pipeline.has_whole_model = False
         targets = self._ranks.everywhere(lambda: attempt(lambda: self._targets(manifest)))
         self._read(step, targets)
         self._ranks.everywhere(lambda: attempt(lambda: self._take_up(step, manifest["ranks"], targets)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,10 +29,19 @@ from graphpipe.disk_cache import DiskCache
 from graphpipe.errors import GraphPipeError
 from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
-from graphpipe.runtime.comparison import default_tolerance, gradient_error, loss_error, single_process, smallest_scale
+from graphpipe.runtime.comparison import Reference
 from graphpipe.runtime.compilation import Compilation
 from graphpipe.runtime.evaluation import Evaluation
 from graphpipe.runtime.executor import Executor
+from graphpipe.runtime.first_step import (
+    Verify,
+    check,
+    comparable_unasked,
+    is_small,
+    largest_difference,
+    reference_step,
+    tolerance_of,
+)
 from graphpipe.runtime.gathering import gather_tensors, gather_trace
 from graphpipe.runtime.initialise import Init
 from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
@@ -65,6 +74,8 @@ from graphpipe.schedule import ModelCosts, kfkb
 from graphpipe.stage import StageGraph
 from graphpipe.strategy import Strategy
 from graphpipe.trace import Trace
+
+_log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -100,15 +111,6 @@ class EvaluationResult:
 
     loss: float
     num_samples: int
-
-
-class Verify(StrEnum):
-    """When a pipeline compares itself with one process."""
-
-    NEVER = "never"
-    """Not at all; `graphpipe.verify` does it on demand."""
-    FIRST_STEP = "first-step"
-    """On the first mini-batch, before it trains on it."""
 
 
 class Pipeline:
@@ -147,12 +149,15 @@ class Pipeline:
         split_points: As they were given to `graphpipe.plan`.
         keep_whole: As it was given to `graphpipe.plan`.
         verify: When to compare loss and gradients with one process; each rank then runs the whole model once.
+            ``"auto"`` for the first mini-batch of models so small that it does not matter; None for never.
         compilation: How `torch.compile` compiles each stage; by default stages run as they are, as they do in
             evaluation. The first micro-batches then take the time of the compiler, which `timeout` must allow for.
         cache: Where captures are kept from one run to the next; by default the user's own.
 
     Attributes:
         num_steps: The updates of the parameters so far, also those before a checkpoint that was taken up.
+        has_whole_model: Whether what this rank holds of other ranks' stages is what they hold, as it is before the
+            first update or a checkpoint.
 
     Raises:
         StrategyError: The strategy is for another model or number of processes.
@@ -180,7 +185,7 @@ class Pipeline:
         sample_axes: Mapping[str, int | None] = MappingProxyType({}),
         split_points: Sequence[str] = (),
         keep_whole: Sequence[str] = (),
-        verify: Verify | str = Verify.NEVER,
+        verify: Verify | str | None = Verify.NEVER,
         compilation: Compilation | None = None,
         cache: DiskCache | None = None,
     ) -> None:
@@ -206,7 +211,7 @@ class Pipeline:
         self._sample_axes = dict(sample_axes)
         self._split_points = tuple(split_points)
         self._keep_whole = tuple(keep_whole)
-        self._verify = Verify(verify)
+        self._verify = Verify.NEVER if verify is None else Verify(verify)
         self._compilation = compilation
         if compilation is not None:
             compilation.check(len(strategy.stages.stages))
@@ -219,6 +224,7 @@ class Pipeline:
         self._evaluations: dict[tuple[Meeting, str, int], Evaluation] = {}
         self._batches_agree = False
         self.num_steps = 0
+        self.has_whole_model = True
         self._seed = seed
         self._turn = 0
         strategy.check_world_size(world_size())
@@ -444,9 +450,8 @@ class Pipeline:
         self._check_autocast(self._source)
         if self._loss_scaler is not None:
             self._executor.loss_scale = self._loss_scaler.scale
-        if self._verify is Verify.FIRST_STEP:
-            self._verify = Verify.NEVER
-            self._check_first_step(batch)
+        if self._verify is not Verify.NEVER:
+            self._check_first_step(batch, count)
         self._executor.draws = Draws(self._seed, self.num_steps, self._turn)
         self._turn += 1
         before = {n: p.grad for n, p in self._executor.parameters.items() if keeps and p.grad is not None}
@@ -489,26 +494,27 @@ class Pipeline:
             parameter = self._built().parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def _check_first_step(self, batch: Any) -> None:
+    def _check_first_step(self, batch: Any, num_samples: int) -> None:
         """Compare loss and gradients of a mini-batch with one process, and leave everything as it was.
 
         Raises:
-            GraphPipeError: They differ by more than rounding can explain, or cannot be compared.
+            GraphPipeError: They differ by more than rounding can explain, or were to be compared and cannot be.
         """
+        verify, self._verify = self._verify, Verify.NEVER
         executor, source = self._built(), self._source
         assert source is not None
-        model = source.model
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise GraphPipeError(
-                f"{source.graph.name!r} was built on the meta device, and no rank holds all of it to compare with; "
-                "leave verify='first-step' out"
-            )
-        expected = single_process(model, batch, self._loss_fn)
-        if expected.is_random:
-            raise GraphPipeError(
-                f"{source.graph.name!r} draws random numbers, as dropout does, so no two steps are equal; set its "
-                "probabilities to 0, or leave verify='first-step' out"
-            )
+        if verify is Verify.AUTO and not (is_small(source.graph, num_samples) and comparable_unasked(source.model)):
+            return
+        draws = Draws(self._seed, self.num_steps, self._turn)
+        expected: Reference | str = "its parameters come from a checkpoint, of which each rank has read its own"
+        if self.has_whole_model and not self.num_steps:
+            with self._watchdog.operation("the comparison with one process"):
+                expected = reference_step(source, batch, self._loss_fn, draws)
+        if isinstance(expected, str):
+            if verify is Verify.AUTO:
+                _log.info("the first step is not compared with one process: %s", expected)
+                return
+            raise GraphPipeError(f"{expected}; leave verify='first-step' out")
         kept = {name: b.detach().clone() for m in executor.modules.values() for name, b in m.named_buffers()}
         with torch.random.fork_rng():
             found = self._run(batch, keeps=False, updates=False)
@@ -516,27 +522,12 @@ class Pipeline:
         for module in executor.modules.values():
             for name, buffer in module.named_buffers():
                 buffer.copy_(kept[name])
-        floor = smallest_scale(expected.gradients)
-        errors = {"": loss_error(found.loss, expected.loss)}
-        for name, parameter in executor.parameters.items():
-            found_here = None if parameter.grad is None else parameter.grad.to_dense()
-            errors[name] = gradient_error(found_here, expected.gradients.get(name), floor)
+        gradients = {n: None if p.grad is None else p.grad.to_dense() for n, p in executor.parameters.items()}
+        for parameter in executor.parameters.values():
             parameter.grad = None
-        self._judge(errors, found.loss, expected.loss, default_tolerance({p.dtype for p in model.parameters()}))
-
-    def _judge(self, errors: Mapping[str, float], found: float, expected: float, tolerance: float) -> None:
-        """Raise the largest error of all ranks, on all of them."""
-        own = max(errors.items(), key=lambda item: item[1])
-        worst = own
-        for source in range(dist.get_world_size()):
-            name, error = json.loads(broadcast_text(json.dumps([own[0], min(own[1], 1e300)]), source))
-            worst = max(worst, (name, error), key=lambda item: (item[1], item[0]))
-        if worst[1] > tolerance:
-            what = f"the gradient of {worst[0]!r}" if worst[0] else "the loss"
-            raise GraphPipeError(
-                f"the strategy does not give what one process gives on the first batch: {what} differs by "
-                f"{worst[1]:.1e} of its size, allowed {tolerance:.0e}; loss {found:.9g}, one process {expected:.9g}"
-            )
+        with self._watchdog.operation("the comparison with one process"):
+            largest = largest_difference(found.loss, gradients, expected)
+        check(largest, found.loss, expected.loss, tolerance_of(verify, source.model))
 
     @property
     def loss_scaler(self) -> LossScaler | None:
