@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
@@ -408,6 +409,35 @@ def test_asking_leaves_no_trace(tmp_path: Path) -> None:
     assert all(parameter is own[name] for name, parameter in model.named_parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert sys.gettrace() is None
+
+
+@functools.lru_cache
+def made_once(count: int) -> Tensor:
+    return torch.arange(count).float()
+
+
+TABLES: dict[str, Any] = {}
+
+
+class Memoizing(nn.Module):
+    """Keeps tensors for all later passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not TABLES:
+            TABLES.update(plain=torch.ones(4), paired=(torch.ones(4), 1))
+        return (self.linear(x) + made_once(4) + TABLES["plain"] + TABLES["paired"][0]).mean()
+
+
+def test_what_a_model_makes_once_is_made_when_it_has_values(tmp_path: Path) -> None:
+    made_once.cache_clear()
+    TABLES.clear()
+    assert capture(Memoizing(), torch.rand(4, 4), cache=DiskCache(tmp_path)).graph.operators
+    made_once.cache_clear()
+    TABLES.clear()
 
 
 @pytest.mark.parametrize("name", ZOO.keys() - {"LLaVA"})  # It has numbers that depend on values.

@@ -15,11 +15,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
+import gc
 import hashlib
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphpipe.capture.assignments import assignments_recorded
@@ -37,6 +41,7 @@ from graphpipe.capture.symbolic_builtins import symbolic_builtins
 
 _LARGEST_CONSTANT_BYTES = 1 << 26
 _CONTAINERS = (dict, list, set)
+_CONTAINER_DEPTH = 3
 _DEVICE_TYPES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, types.NoneType)
 # The code in these folders belongs to versions, which are compared as such.
@@ -109,9 +114,32 @@ def behaviour(
         digest.add("loss", recorder.place(loss))
         for path, buffer in model.named_buffers(remove_duplicate=False):
             digest.add("buffer", path, recorder.place(buffer))  # forward may have put another tensor there
+    made = recorder.made
+    del recorder, given, loss
+    _forget(made)
     if leaves:
         raise IndescribableError(f"{leaves[0]} has code that runs in backward")
     return digest.text()
+
+
+def _forget(made: Sequence[weakref.ref[Tensor]]) -> None:
+    """Take tensors without memory out of what the model's code keeps for later, as a table that it makes once."""
+    if all(reference() is None for reference in made):
+        return
+    gc.collect()
+    kept: list[Any] = [tensor for reference in made if (tensor := reference()) is not None]
+    for _ in range(_CONTAINER_DEPTH):
+        identities = {id(value) for value in kept}
+        holders = [holder for holder in gc.get_referrers(*kept) if holder is not kept] if kept else []
+        kept = [holder for holder in holders if isinstance(holder, tuple)]
+        for holder in holders:
+            if isinstance(holder, dict):
+                for key in [key for key, value in holder.items() if id(value) in identities]:
+                    del holder[key]
+            elif isinstance(holder, list):
+                holder[:] = [value for value in holder if id(value) not in identities]
+            elif isinstance(holder, functools._lru_cache_wrapper):
+                holder.cache_clear()
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -122,6 +150,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._digest = digest
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
+        self.made: list[weakref.ref[Tensor]] = []
         self._contents: dict[str, str] = {}
 
     def __torch_dispatch__(
@@ -137,6 +166,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             sys.settrace(watching)
         self._digest.add(self._told(result))
+        self.made += [weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, FakeTensor)]
         return result
 
     def place(self, tensor: Tensor) -> str:
