@@ -20,16 +20,20 @@ TIME_LIMIT_S = 60
 
 
 def run_case(
-    name: str, num_processes: int, *arguments: str, kinds: Sequence[TransportKind] = (TransportKind.GLOO,)
+    name: str,
+    num_processes: int,
+    *arguments: str,
+    kinds: Sequence[TransportKind] = (TransportKind.GLOO,),
+    limit_s: float = TIME_LIMIT_S,
 ) -> list[dict[str, Any]]:
-    """Run a case as `tests.distributed.worker` names it on every rank, over each transport.
+    """Run a case as `tests.distributed.worker` names it on every rank, over each transport; `limit_s` for all of it.
 
     Returns:
         ``[transports * ranks]`` what each rank returned, by transport, then by rank.
     """
     with tempfile.TemporaryDirectory() as folder:
         worker = ["-m", "tests.distributed.worker", name, folder, ",".join(kinds), *arguments]
-        done = torchrun(num_processes, worker)
+        done = torchrun(num_processes, worker, limit_s=limit_s)
         assert done.returncode == 0, done.stdout + done.stderr
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
         return [results[i] for i in range(len(kinds)) for results in found]

@@ -45,7 +45,7 @@ def two() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def three() -> list[dict[str, Any]]:
     """Return what each of three ranks found in its cases, over both transports."""
-    return run_case("on_three", 3, kinds=BOTH)
+    return run_case("on_three", 3, kinds=BOTH, limit_s=150)
 
 
 def of(results: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def features() -> list[dict[str, Any]]:
     """Return what each of three ranks found in every case, run in one job over each transport."""
-    return run_case("feature_cases.features", 3, kinds=BOTH)
+    return run_case("feature_cases.features", 3, kinds=BOTH, limit_s=150)
 
 
 def test_stages_are_compiled_one_by_one(features: list[dict[str, Any]]) -> None:
