@@ -33,6 +33,8 @@ def loop(folder: str, then: str, transport: str) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     with Checkpointer(pipeline, folder) as checkpoints:
+        if then == "evaluate":
+            pipeline.evaluate(batch_of(8))  # The capture in eval mode is not to keep the other rank waiting later.
         for batch in loader():
             pipeline.step(batch)
         match then:
