@@ -128,12 +128,13 @@ def evaluate(folder: str, how: str, rank: int) -> None:
 
 
 def hold(folder: str, checkpoints: str) -> None:
-    """Train with checkpoints until there is a file ``go``."""
+    """Train with checkpoints until there is a file ``go``, or for a minute."""
+    until_s = time.monotonic() + 60.0
     pipeline = Pipeline(captured(), hand_made(captured(), PARTS, 8), optimizer=sgd)
     with Checkpointer(pipeline, checkpoints) as saving:
         saving.restore()
         (Path(folder) / f"ready-{os.environ['RANK']}").touch()
-        while not (Path(folder) / "go").exists():
+        while not (Path(folder) / "go").exists() and time.monotonic() < until_s:
             time.sleep(0.05)
         pipeline.step(batch_of(8))
         saving.save()
