@@ -82,6 +82,10 @@ def finds_errors() -> dict[str, Any]:
     assert scaled._executor is not None
     if torch.distributed.get_rank() == 1:
         scaled._executor.loss_scale = 1.5
+    strictly = pipeline_of(Normalised(), verify="first-step")
+    assert strictly._executor is not None
+    if torch.distributed.get_rank() == 1:
+        strictly._executor.loss_scale = 1.0 + 1e-7
     # As a split would that gave the second stage another weight, with what it drops as it should be.
     split = pipeline_of(Normalised(dropout=0.5), verify="auto")
     assert split._executor is not None
@@ -95,6 +99,7 @@ def finds_errors() -> dict[str, Any]:
     batch = batch_of(8)
     return {
         "scaled": message_of(scaled, batch),
+        "strictly": message_of(strictly, batch),
         "split": message_of(split, batch),
         "noisy, asked": message_of(pipeline_of(Normalised(noise=0.1), verify="first-step"), batch),
         "noisy, unasked": message_of(pipeline_of(Normalised(noise=0.1), verify="auto"), batch),

@@ -19,6 +19,7 @@ def test_the_worst_gradient_is_named_on_every_rank() -> None:
         for name in ("scaled", "split"):
             assert "does not give what one process gives on the first batch: the gradient of '" in result[name]
         assert "differs by 5.0e-01 of its size, allowed 1e-03: " in result["scaled"]
+        assert "differs by 1.0e-07 of its size, allowed 1e-09: " in result["strictly"]
         assert "the gradient of 'b.weight' differs" in result["split"]
         assert ", one process " in result["split"]
         assert "'Normalised' draws random numbers that depend on the micro-batches" in result["noisy, asked"]

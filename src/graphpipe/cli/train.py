@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @click.option(
     "--verify",
     type=click.Choice(["auto", "never", "first-step"]),
-    default="never",
+    default="auto",
     show_default=True,
     help="When to compare with one process: the first step of small models, of none, or of any.",
 )

@@ -149,7 +149,8 @@ class Pipeline:
         split_points: As they were given to `graphpipe.plan`.
         keep_whole: As it was given to `graphpipe.plan`.
         verify: When to compare loss and gradients with one process; each rank then runs the whole model once.
-            ``"auto"`` for the first mini-batch of models so small that it does not matter; None for never.
+            ``"auto"`` for the first mini-batch of models so small that it does not matter; None or ``"never"`` not at
+            all.
         compilation: How `torch.compile` compiles each stage; by default stages run as they are, as they do in
             evaluation. The first micro-batches then take the time of the compiler, which `timeout` must allow for.
         cache: Where captures are kept from one run to the next; by default the user's own.
@@ -185,7 +186,7 @@ class Pipeline:
         sample_axes: Mapping[str, int | None] = MappingProxyType({}),
         split_points: Sequence[str] = (),
         keep_whole: Sequence[str] = (),
-        verify: Verify | str | None = Verify.NEVER,
+        verify: Verify | str | None = Verify.AUTO,
         compilation: Compilation | None = None,
         cache: DiskCache | None = None,
     ) -> None:
