@@ -129,7 +129,8 @@ class Pipeline:
             a group, and torch takes no empty group among those with names. Without an optimizer, `step` leaves the
             parameters as they are.
         lr_scheduler: Makes the learning-rate schedule of this rank's optimizer. It is stepped after every step of the
-            optimizer; `ReduceLROnPlateau` needs a metric, so you step it: ``pipeline.lr_scheduler.step(metric)``.
+            optimizer; `ReduceLROnPlateau` needs a metric, so you step it where it is not None, which it is on
+            a rank without an optimizer: ``pipeline.lr_scheduler.step(metric)``.
         max_gradient_norm: Scales all gradients of the model down together where their norm over all ranks is larger,
             each parameter counted once; ``math.inf`` only measures it.
         loss_scaling: For training under autocast to float16: every rank scales the loss alike, and skips the same
