@@ -211,8 +211,9 @@ class Strategy:
             for what in before:
                 if before[what] != now[what]:
                     raise StrategyError(
-                        f"the strategy is for another model: {what} of operator {name!r} was {_short(before[what])} "
-                        f"and is {_short(now[what])}; plan again"
+                        "the strategy is for another model, or for this one under another autocast, with other shapes "
+                        f"or another loss: {what} of operator {name!r} was {_short(before[what])} and is "
+                        f"{_short(now[what])}; plan again"
                     )
         raise StrategyError("the strategy is for another model: what passes between the operators differs; plan again")
 

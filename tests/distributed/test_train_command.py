@@ -59,6 +59,21 @@ def test_a_job_that_is_started_again_goes_on(tmp_path: Path) -> None:
     Net(0.0).float().load_state_dict(load_file(tmp_path / "again"), strict=True)
 
 
+def test_a_loss_that_is_not_a_number_ends_the_job_and_is_not_saved(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        JOB.replace("for s in range(3)]", "for s in range(3)] + [{**batch_of(8), 'x': batch_of(8)['x'] * nan}]")
+    )
+    (tmp_path / "job.py").write_text(
+        (tmp_path / "job.py").read_text().replace("import torch\n", "from math import nan\n", 1)
+    )
+    captured = capture(Net(0.0).float(), batch_of(8), loss_fn=mean_square)
+    hand_made(captured, PLANS["two"], 8).save(tmp_path / "strategy.json")
+    done = train(tmp_path, "--steps", "9", "--save-every", "2", "--keep", "1")
+    assert done.returncode == 1
+    assert "error: the loss of step 4 is nan, so the parameters are spoilt; the step is not saved." in done.stderr
+    assert (tmp_path / "saved" / "latest").read_text() == "step-00000002\n"
+
+
 def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
     """Return the part of each line of progress that does not depend on the machine."""
     return [line.rsplit("  ", 1)[0] for line in done.stdout.splitlines() if line.startswith("step")]

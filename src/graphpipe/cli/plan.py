@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import click
@@ -50,9 +52,13 @@ def command(
     cluster = Cluster.load(cluster_file) if cluster_file is not None else Cluster.detect(devices)
     if memory_gb is not None:
         cluster = cluster.with_memory(int(memory_gb * 1e9))
+    import torch
+
     from graphpipe import api, cost
     from graphpipe.cli.planners import make_planner
 
+    # As many as `train` gives a process, so that operators are measured as they will run.
+    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
     job = model.job()
     messages = Console(stderr=True)
     with messages.status("planning") as status, job.autocasting():
@@ -72,5 +78,9 @@ def command(
             progress=status.update,
         )
     strategy.save(out)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cluster_file is None and not torch.cuda.is_available() and len(cluster) > cores:
+        text = f"note: this machine has {cores} cores; {len(cluster)} processes on it will take longer than predicted"
+        print(text, file=sys.stderr)
     print_strategy(strategy)
     print(f"written to {out}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -221,6 +222,12 @@ def _train(
     for batch in islice(stream, max(0, steps - before)):
         result = pipeline.step(batch, position=batches.position)
         samples += result.num_samples
+        if not (math.isfinite(result.loss) or result.is_skipped):
+            raise GraphPipeError(
+                f"the loss of step {pipeline.num_steps} is {result.loss}, so the parameters are spoilt; the step is "
+                "not saved. Go on from a checkpoint before it, with a smaller learning rate or clipping, or look at "
+                "its batch"
+            )
         done = pipeline.num_steps
         if rank() == 0 and (done % log_every == 0 or done == steps):
             seconds = time.perf_counter() - since

@@ -87,7 +87,10 @@ class CheckpointFolder:
         Raises:
             CheckpointError: Another job has it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{str(self.path)!r} cannot be a folder of checkpoints: {error.strerror}") from error
         if self.path.resolve() in _held:
             raise CheckpointError(f"this process has {str(self.path)!r} open already; close that `Checkpointer` first")
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

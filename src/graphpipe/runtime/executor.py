@@ -7,8 +7,10 @@ the gradients of several consumers are summed in the order of their stages.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -292,7 +294,7 @@ class Executor:
             raise GraphPipeError(
                 f"task {task} (stage {task.stage}, micro-batch {task.micro_batch}, samples {samples.start} to "
                 f"{samples.stop - 1}, operators {stage.operators[0]!r} to {stage.operators[-1]!r}) failed on device "
-                f"{self.device}: {type(error).__name__}: {error}"
+                f"{self.device}: {type(error).__name__}: {error}{_raised_at(error)}"
             ) from error
 
     def _forward(self, batch: _MiniBatch, task: Task, samples: SampleRange) -> None:
@@ -406,3 +408,14 @@ class Executor:
         for message, piece in zip(messages, found, strict=True):
             take_samples(total, layout, message.samples, samples.start).add_(piece)
         return total
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return the file and line of the user's code that an error comes from, in brackets; empty where there is none."""
+    found = ""
+    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
+        if not name.startswith((*libraries, "<")):
+            found = f" ({name}:{line})"
+    return found

@@ -17,10 +17,16 @@ from graphpipe.runtime.process_group import rank
 from graphpipe.runtime.stages import StageSource
 from graphpipe.runtime.transport import Transport
 
+_SAME_BATCH = (
+    "every rank needs the same batch: make it with the same seed, and shuffle it in the same way, on all of them"
+)
+# Of each input so many entries are compared in every step: enough to see another order, too few to take time.
+_NUM_COMPARED = 64
 Position = tuple[int, int]
 """The epoch and the number of a batch in it, both from 0."""
 
-# The columns of the table that ranks exchange: what they do, with which batch of how many samples, then its inputs.
+# The columns of the table that ranks exchange: what they do, with which batch of how many samples, then the shapes of
+# its inputs and what is seen of their entries.
 _NUM_COLUMNS_BEFORE_INPUTS = 4
 
 
@@ -46,8 +52,8 @@ class Meetings:
 
     Args:
         transport: Sums over ranks.
-        num_inputs: Of the model in training. The table has a column for each; where an evaluation has more inputs, some
-            share one.
+        num_inputs: Of the model in training. The table has two columns for each; where an evaluation has more inputs,
+            some share them.
     """
 
     def __init__(self, transport: Transport, num_inputs: int) -> None:
@@ -75,7 +81,8 @@ class Meetings:
 
         Raises:
             GraphPipeError: A rank does something else.
-            BatchError: Two ranks were given another batch, number of samples, or shape of an input.
+            BatchError: Two ranks were given another batch, number of samples, or shape of an input, or other entries of
+                one among those that are looked at.
         """
         names = list(source.inputs)
         columns = [names[i :: self._num_inputs] for i in range(self._num_inputs)]
@@ -86,7 +93,10 @@ class Meetings:
         epoch, number = (0, 0) if position is None else position
         # One more than the batch's place, since 0 stands for a rank that says nothing.
         place = 0 if position is None else (epoch << 32) + number + 1
-        table = self._exchange([meeting, place, source.num_samples(inputs), 0, *shapes])
+        samples = [
+            _sample([inputs[n] for n in column]) if shape else 0 for column, shape in zip(columns, shapes, strict=True)
+        ]
+        table = self._exchange([meeting, place, source.num_samples(inputs), 0, *shapes, *samples])
         for first, other, (one, another) in _differences(table[:, 1].tolist()):
             raise BatchError(
                 f"rank {first} is at {_place(one)} and rank {other} at {_place(another)}: their loaders have different "
@@ -97,12 +107,19 @@ class Meetings:
                 f"rank {first} was given a batch of {one} samples and rank {other} one of {another}; every rank needs "
                 "the same batch"
             )
-        for column, found in zip(columns, table[:, _NUM_COLUMNS_BEFORE_INPUTS:].T.tolist(), strict=True):
+        of_inputs = table[:, _NUM_COLUMNS_BEFORE_INPUTS:].T.tolist()
+        for column, found in zip(columns, of_inputs[: self._num_inputs], strict=True):
             for first, other, _ in _differences(found):
                 told = " or ".join(map(repr, column))
                 raise BatchError(
                     f"rank {first} was given a batch of another shape of {told} than rank {other}; every rank needs "
                     "the same batch"
+                )
+        for column, found in zip(columns, of_inputs[self._num_inputs :], strict=True):
+            for first, other, _ in _differences(found):
+                told = " or ".join(map(repr, column))
+                raise BatchError(
+                    f"ranks {first} and {other} were given different tensors for input {told}; {_SAME_BATCH}"
                 )
         count = int(table[:, 2].max())
         if not count:
@@ -111,7 +128,9 @@ class Meetings:
 
     def _exchange(self, own: list[int]) -> Tensor:
         """Return ``[ranks, columns]`` what each rank tells. The table always has one size, so that any two meet."""
-        table = torch.zeros((dist.get_world_size(), _NUM_COLUMNS_BEFORE_INPUTS + self._num_inputs), dtype=torch.int64)
+        table = torch.zeros(
+            (dist.get_world_size(), _NUM_COLUMNS_BEFORE_INPUTS + 2 * self._num_inputs), dtype=torch.int64
+        )
         table[rank(), : len(own)] = torch.tensor(own, dtype=torch.int64)
         self._transport.all_reduce(range(len(table)), table)
         for first, other, (one, another) in _differences(table[:, 0].tolist()):
@@ -142,6 +161,17 @@ def _number(inputs: list[tuple[ValueSpec, Tensor]]) -> int:
     return 1 + int(hashlib.sha256(str(shapes).encode()).hexdigest()[:15], 16)
 
 
+def _sample(tensors: list[Tensor]) -> int:
+    """Return a number above zero that follows from some entries of tensors, spread over all of them."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        step = max(1, tensor.numel() // _NUM_COMPARED)
+        places = torch.unravel_index(torch.arange(0, tensor.numel(), step, device=tensor.device), tensor.shape)
+        entries = tensor.detach()[places] if tensor.dim() else tensor.detach().reshape(1)
+        found.update(entries.cpu().contiguous().view(torch.uint8).numpy().data)
+    return 1 + int(found.hexdigest()[:15], 16)
+
+
 def check_shared(
     digests: Mapping[str, str], what: str, way_out: str, kind: type[GraphPipeError] = GraphPipeError
 ) -> None:
@@ -169,7 +199,7 @@ def check_batches(inputs: Mapping[str, Tensor]) -> None:
     check_shared(
         {name: tensor_digest(inputs[name]) for name in inputs},
         "tensors for input",
-        "every rank needs the same batch: make it with the same seed, and shuffle it in the same way, on all of them",
+        _SAME_BATCH,
         BatchError,
     )
 

@@ -42,6 +42,7 @@ from graphpipe.runtime.first_step import (
     reference_step,
     tolerance_of,
 )
+from graphpipe.runtime.frozen_numbers import FrozenNumbers
 from graphpipe.runtime.gathering import gather_tensors, gather_trace
 from graphpipe.runtime.initialise import Init
 from graphpipe.runtime.loss_scale import LossScaler, LossScaling, check_scalable
@@ -224,6 +225,7 @@ class Pipeline:
         self._executor: Executor | None = None
         self._evaluated: dict[tuple[Meeting, str], tuple[CapturedModel, Structured | None]] = {}
         self._evaluations: dict[tuple[Meeting, str, int], Evaluation] = {}
+        self._frozen_numbers: FrozenNumbers | None = None
         self._batches_agree = False
         self.num_steps = 0
         self.has_whole_model = True
@@ -252,7 +254,8 @@ class Pipeline:
         self._watchdog.start(rank(), world_size(), broadcast_text)
         limit = None if self._init is None else FILES_TIMEOUT
         with self._watchdog.operation("the comparison of the strategies and parameters", limit):
-            check_agreement("strategies", _digest(self.strategy), "load the same strategy")
+            self._take_first_strategy()
+            self.strategy.check_model(source.graph)
             check_agreement("shapes or types between stages", specs_digest(source), "use the same versions and options")
             check_agreement("seeds", hashlib.sha256(str(self._seed).encode()).hexdigest(), "give the same seed")
             modules = prepared_stages(source, self.strategy.stages, self._init)
@@ -262,6 +265,8 @@ class Pipeline:
         reductions = self._program(self.strategy.mini_batch_size).reductions
         transport = make_transport(self._transport_kind, [r.devices for r in reductions], self._transport_timeout)
         self._source = source
+        if isinstance(source, CapturedModel):
+            self._frozen_numbers = FrozenNumbers(source.model, source.loss_fn)
         self._meetings = Meetings(transport, len(source.inputs))
         self._executor = Executor(rank(), source, modules, transport, clock_for(device), device)
         self._executor.position = self._watchdog.cells
@@ -302,6 +307,24 @@ class Pipeline:
                 costs=ModelCosts(self.strategy.cost_model, stages),
             )
         return self._programs[mini_batch_size]
+
+    def _tell_frozen_numbers(self) -> None:
+        for what, before, now in self._frozen_numbers.changed() if self._frozen_numbers is not None else ():
+            if rank() == 0:
+                _log.warning(
+                    "%s was %r when the model was captured and is %r now; training goes on with %r. What changes in "
+                    "training must be a buffer of the model or an entry of the batch, else make a new pipeline",
+                    *(what, before, now, before),
+                )
+
+    def _take_first_strategy(self) -> None:
+        """Take rank 0's strategy: ranks that each measure and plan for themselves find different ones."""
+        own = self.strategy.to_json()
+        first = json.loads(broadcast_text(json.dumps(own), 0))
+        # The notes tell how long the search took, which no two ranks agree on.
+        if {**first, "notes": {}} != json.loads(json.dumps({**own, "notes": {}})):
+            _log.warning("rank %d was given another strategy than rank 0; all ranks train by that of rank 0", rank())
+            self.strategy = Strategy.from_json(first)
 
     def step(self, batch: Any, *, position: Position | None = None) -> StepResult:
         """Train on one mini-batch: forward and backward passes, the sum over replicas, the optimizer.
@@ -450,6 +473,7 @@ class Pipeline:
                 check_batches(inputs)
                 self._batches_agree = True
         self._check_autocast(self._source)
+        self._tell_frozen_numbers()
         if self._loss_scaler is not None:
             self._executor.loss_scale = self._loss_scaler.scale
         if self._verify is not Verify.NEVER:
@@ -657,12 +681,6 @@ class Pipeline:
 
 def _shapes(inputs: Mapping[str, Tensor]) -> tuple[tuple[str | int, ...], ...]:
     return tuple((name, *tensor.shape) for name, tensor in inputs.items())
-
-
-def _digest(strategy: Strategy) -> str:
-    # The notes tell how long the search took, which no two ranks agree on.
-    text = json.dumps({**strategy.to_json(), "notes": {}}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _warm_up_autograd() -> None:

@@ -313,11 +313,17 @@ class Coordinator:
             for process in self.processes.get(rank, ()):
                 process.kill()
 
-    def may_end_all(self) -> bool:
-        """Return whether the other ranks may be ended: the first one is gone, or had its time."""
+    def may_end_all(self, *, own_is_alive: bool) -> bool:
+        """Return whether the other ranks may be ended: the first one has ended, or had its time.
+
+        Args:
+            own_is_alive: Whether rank 0 lives.
+        """
         if self.verdict is None:
             return False
-        return self.verdict.rank in self.gone or time.monotonic() - self._decided_s > HEAD_START_S
+        first = self.verdict.rank
+        has_ended = first in self.gone and not (own_is_alive if first == 0 else first in self.peers)
+        return has_ended or time.monotonic() - self._decided_s > HEAD_START_S
 
     def end_all(self) -> None:
         """Let every watchdog end its rank; where one does not, end both, if they are on this machine."""
@@ -546,7 +552,7 @@ class Watch:
             verdict = self.coordinator.decide()
             if verdict is not None:
                 self._take(verdict)
-            if self.coordinator.may_end_all():
+            if self.coordinator.may_end_all(own_is_alive=self.rank.is_alive):
                 self.coordinator.end_all()
                 self._end(0.0)
         elif self.uplink is not None and now_s - self._heard_s > self.limits.unheard_s and not self._has_left:

@@ -1,0 +1,61 @@
+"""Ranks that were given different things: a strategy, or a later batch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpipe.capture import capture
+from graphpipe.errors import GraphPipeError
+from graphpipe.runtime.pipeline import Pipeline
+from graphpipe.runtime.process_group import rank
+from tests.distributed.cases import batch_of, mean_square
+from tests.distributed.parity import hand_made, sgd
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x))) * self.factor
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def differ() -> dict[str, Any]:
+    told = Told()
+    logging.getLogger("graphpipe.runtime.pipeline").addHandler(told)
+    model = Net()
+    captured = capture(model, batch_of(8), loss_fn=mean_square)
+    strategy = hand_made(captured, [("a", 2 if rank() else 4, (0,)), ("", 2, (1,))], 8)
+    pipeline = Pipeline(captured, strategy, optimizer=sgd)
+    sizes = [stage.micro_batch_size for stage in pipeline.strategy.stages.stages]
+    alone = Net()
+    mean_square(alone(batch_of(8)["x"]), batch_of(8)).backward()
+    result = pipeline.forward_backward(batch_of(8))
+    gradients = pipeline.gather_gradients()
+    right = all(
+        torch.allclose(gradients[n], p.grad, rtol=1e-9) for n, p in alone.named_parameters() if p.grad is not None
+    )
+    model.factor = 2.0
+    losses = [result.loss, pipeline.forward_backward(batch_of(8)).loss]
+    said = ""
+    try:
+        pipeline.step(batch_of(8, seed=rank()))
+    except GraphPipeError as error:
+        said = str(error)
+    return {"sizes": sizes, "right": right, "losses": losses, "said": said, "told": told.messages}

@@ -1,0 +1,23 @@
+"""What differs between ranks is noticed, and never trained on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.harness import run_case
+
+pytestmark = pytest.mark.distributed
+
+
+def test_ranks_that_were_given_different_things() -> None:
+    results = run_case("agreement_cases.differ", 2)
+    for result in results:
+        assert result["sizes"] == [4, 2]  # Rank 0's.
+        assert result["right"]
+        assert result["losses"][0] == result["losses"][1]  # A number that the capture has read stays.
+        assert result["said"].startswith("ranks 0 and 1 were given different tensors for input 'x'")
+    (told,) = results[0]["told"]
+    assert told.startswith(
+        "factor of the model was 1.0 when the model was captured and is 2.0 now; training goes on with"
+    )
+    assert results[1]["told"] == ["rank 1 was given another strategy than rank 0; all ranks train by that of rank 0"]

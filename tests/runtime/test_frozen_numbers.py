@@ -1,0 +1,61 @@
+"""Python numbers that training changes behind the back of the captured model are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphpipe.runtime.frozen_numbers import FrozenNumbers
+
+weight = 1.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Dropout(0.1)
+        self.beta = 1.0
+        self.kind = "mean"
+        self.layers = 2
+        self.register_buffer("scale", torch.ones(()))
+
+
+def test_each_change_is_told_once_by_its_name() -> None:
+    config: dict[str, Any] = {"w": 1.0, "table": torch.ones(2)}
+    gamma = 0.5
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.mean() * config["w"] * gamma * weight
+
+    def set_gamma(value: float) -> None:
+        nonlocal gamma
+        gamma = value
+
+    model = Net()
+    numbers = FrozenNumbers(model, loss)
+    assert numbers.changed() == []
+    model.eval()
+    model.scale.fill_(2.0)
+    config["new"] = 1
+    assert numbers.changed() == []
+    model.beta, model.inner.p = 50.0, 0.2
+    config["w"] = 10.0
+    set_gamma(0.1)
+    globals()["weight"] = 3.0
+    assert sorted(numbers.changed()) == [
+        ("beta of the model", 1.0, 50.0),
+        ("config['w'] of the loss", 1.0, 10.0),
+        ("gamma of the loss", 0.5, 0.1),
+        ("inner.p of the model", 0.1, 0.2),
+        ("weight of the loss", 1.0, 3.0),
+    ]
+    assert numbers.changed() == []
+    model.kind = "sum"
+    assert numbers.changed() == [("kind of the model", "mean", "sum")]
+
+
+def test_a_model_with_its_own_loss_and_a_loss_that_is_no_function_are_watched_too() -> None:
+    assert FrozenNumbers(Net(), None).changed() == []
+    assert FrozenNumbers(Net(), nn.MSELoss()).changed() == []
