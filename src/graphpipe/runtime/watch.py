@@ -323,7 +323,9 @@ class Coordinator:
             return False
         first = self.verdict.rank
         has_ended = first in self.gone and not (own_is_alive if first == 0 else first in self.peers)
-        return has_ended or time.monotonic() - self._decided_s > HEAD_START_S
+        # One that has left still cleans up; the launcher is to see it end first.
+        patience_s = GRACE_S if first in self.gone else HEAD_START_S
+        return has_ended or time.monotonic() - self._decided_s > patience_s
 
     def end_all(self) -> None:
         """Let every watchdog end its rank; where one does not, end both, if they are on this machine."""
