@@ -104,8 +104,8 @@ def test_a_task_that_has_been_run_before_has_less_time() -> None:
         "rank 0 has made no progress for 7.0 s, at task 1F2 (stage 1, micro-batch 2) in step 3, where it was never for "
         "more than 0.1 s before; if it may take so long, raise the stall timeout (7 s)"
     )
-    assert judged(known(29.0, 3.0), waiting(1)) is None  # Ten times three.
-    assert judged(known(30.0, 3.0), waiting(1)) is not None
+    assert judged(known(14.9, 3.0), waiting(1)) is None  # Five times three.
+    assert judged(known(15.0, 3.0), waiting(1)) is not None
     assert judged(known(59.0, 30.0), waiting(1)) is None
     longest = judged(known(60.0, 30.0), waiting(1))
     assert longest is not None

@@ -82,15 +82,18 @@ def test_how_long_a_place_takes_is_known_after_some_runs(now: list[float], cells
         return state
 
     assert look(0, 0.5).usual_s is None
+    assert look(1, 4.0).usual_s is None  # The first run is no measure.
+    look(0, 0.5)
+    memory[Cell.RUNS] = 1
     assert look(1, 1.5).usual_s is None
     assert look(1, 0.0).idle_s == pytest.approx(1.5)
     look(0, 0.5)
-    memory[Cell.RUNS] = 3
+    memory[Cell.RUNS] = 2
     state = look(1, 0.5)
     assert state.place == TASK
     assert state.idle_s == pytest.approx(0.5)
     assert state.usual_s == pytest.approx(1.5 + TICK_S)  # As long as it may have been, not less.
-    assert LIMITS.of(state) == pytest.approx(10 * (1.5 + TICK_S))
+    assert LIMITS.of(state) == pytest.approx(5 * (1.5 + TICK_S))
     assert LIMITS.of(replace(state, place=Place(PlaceKind.OUTSIDE, ""))) == LIMITS.progress_s
 
 

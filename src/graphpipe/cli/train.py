@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=1),
     default=7.0,
     show_default=True,
-    help="Seconds that one task may take if it never took a tenth of that before, or a rank let no other thread run.",
+    help="Seconds that one task may take if it never took a fifth of that before, or a rank let no other thread run.",
 )
 @click.option(
     "--verify",

@@ -141,7 +141,8 @@ class Pipeline:
         timeout: How long one task, or what runs between two steps, may take while other ranks wait for it; past that
             the job ends and says where. Processes that are gone or stopped are noticed within seconds.
         stall_timeout: How long, in a step, a rank may run no other thread, or a task may take that has been run before
-            and never took a tenth of it. Past that the job ends, however long `timeout` is.
+            and never took a fifth of it. Past that the job ends. Where stages are compiled, which they may be again,
+            `timeout` holds if it is longer.
         transport: How messages travel; by default NCCL where the model's parameters are on a GPU, else gloo.
         optimizer_states: Whether every replica keeps the optimizer's state of its parameters, or they share it. If they
             share it, each one's optimizer gets a part of the parameters.
@@ -209,7 +210,8 @@ class Pipeline:
         self._sharing: ParameterSharing | None = None
         # Past this torch itself gives up, without knowing the cause; the watchdog is to be first.
         self._transport_timeout = timeout + datetime.timedelta(seconds=30)
-        self._watchdog = job_watchdog(timeout, stall_timeout)
+        # A stage may be compiled again at any time.
+        self._watchdog = job_watchdog(timeout, stall_timeout if compilation is None else max(timeout, stall_timeout))
         self._init = init
         self._sample_axes = dict(sample_axes)
         self._split_points = tuple(split_points)
@@ -529,7 +531,11 @@ class Pipeline:
         verify, self._verify = self._verify, Verify.NEVER
         executor, source = self._built(), self._source
         assert source is not None
-        if verify is Verify.AUTO and not (is_small(source.graph, num_samples) and comparable_unasked(source.model)):
+        if verify is Verify.AUTO and not (
+            isinstance(source, CapturedModel)
+            and is_small(source.graph, num_samples)
+            and comparable_unasked(source.model)
+        ):
             return
         draws = Draws(self._seed, self.num_steps, self._turn)
         expected: Reference | str = "its parameters come from a checkpoint, of which each rank has read its own"

@@ -133,7 +133,7 @@ class Limits:
 
     progress_s: float
     stall_s: float = 7.0
-    stall_factor: float = 10.0
+    stall_factor: float = 5.0
     files_s: float = FILES_S
     stopped_s: float = 2.0
     unheard_s: float = 6.0

@@ -31,8 +31,9 @@ from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, RankSta
 TICK_S = 0.25
 # This process did not run for so long: the machine slept, or all of the job was stopped.
 _PAUSE_S = 8 * TICK_S
-# What a rank's tasks usually take is known once it has run a program so often: the first run is the slowest.
-_KNOWN_AFTER = 1
+# What a rank's tasks usually take is known once it has run a program so often. The first run, which is slower, is no
+# measure.
+_KNOWN_AFTER = 2
 # A table of places is far shorter.
 _MAX_LINE_BYTES = 1 << 26
 # Until it has shown that it belongs to the job.
@@ -133,7 +134,7 @@ class WatchedRank:
             self._moved_s = self._beat_s = now_s  # Nothing can be said of the rank.
         progress = (self._cells[Cell.PLACE], self._cells[Cell.OPERATION])
         if progress != self._progress:
-            for place in self._progress[:1]:
+            for place in self._progress[:1] if self._cells[Cell.RUNS] else ():
                 # It left between two looks: no sooner than this after it came.
                 self._longest_s[place] = max(self._longest_s.get(place, 0.0), self._looked_s - self._moved_s)
             self._progress, self._moved_s = progress, now_s
