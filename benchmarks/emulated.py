@@ -135,6 +135,10 @@ class EmulatedModel:
         """Return the batch."""
         return dict(batch)
 
+    def sized(self, flat: Mapping[str, Tensor]) -> EmulatedModel:
+        """Return this model: all sizes are fixed."""
+        return self
+
     def num_samples(self, flat: Mapping[str, Tensor]) -> int:
         """Return the number of samples."""
         return len(flat["x"])
