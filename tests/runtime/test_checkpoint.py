@@ -262,15 +262,20 @@ def test_one_that_fails_does_not_cost_the_next(tmp_path: Path, monkeypatch: pyte
     assert CheckpointFolder(tmp_path).steps() == [2]
 
 
-def test_nobody_else_may_write_while_a_job_that_failed_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on = threading.Event()
-    finish = CheckpointFolder.finish
+@pytest.fixture
+def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let checkpoints be finished only once this is set."""
+    event, finish = threading.Event(), CheckpointFolder.finish
 
     def slowly(*arguments: Any, **options: Any) -> None:
-        assert goes_on.wait(30)
+        assert event.wait(30)
         finish(*arguments, **options)
 
     monkeypatch.setattr(CheckpointFolder, "finish", slowly)
+    return event
+
+
+def test_nobody_else_may_write_while_a_job_that_failed_does(tmp_path: Path, goes_on: threading.Event) -> None:
     checkpoints = gp.Checkpointer(make(), tmp_path, saving=gp.Saving.ASYNCHRONOUS)
     with pytest.raises(ZeroDivisionError), checkpoints:  # noqa: PT012
         checkpoints.save()
@@ -422,16 +427,8 @@ def test_a_step_that_is_not_there_and_wrong_arguments(folder: Path) -> None:
 
 
 def test_batches_that_are_drawn_while_a_checkpoint_is_written_are_not_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, goes_on: threading.Event
 ) -> None:
-    goes_on = threading.Event()
-    finish = CheckpointFolder.finish
-
-    def slowly(*arguments: Any, **options: Any) -> None:
-        assert goes_on.wait(30)
-        finish(*arguments, **options)
-
-    monkeypatch.setattr(CheckpointFolder, "finish", slowly)
     pipeline = make()
     with gp.Checkpointer(pipeline, tmp_path, saving=gp.Saving.ASYNCHRONOUS) as checkpoints:
         for seed in checkpoints.remaining(range(4)):

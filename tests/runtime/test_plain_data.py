@@ -83,6 +83,19 @@ def test_no_two_tensors_are_mixed_up(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "value",
+    [
+        {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+        {1: torch.ones(2), "1": torch.zeros(2)},
+        {"q": [torch.ones(2)], "q.0": torch.zeros(2)},
+    ],
+)
+def test_names_that_are_spelt_alike_are_told_apart(value: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    assert repr(decode(encode(value, tensors, "x"), tensors)) == repr(value)
+
+
+@pytest.mark.parametrize(
     "number", [torch.tensor(0.1), torch.tensor(math.inf), torch.tensor(True), torch.tensor(3, dtype=torch.uint8)]
 )
 def test_a_number_that_is_a_tensor_stays_one(number: torch.Tensor) -> None:

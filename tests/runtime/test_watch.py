@@ -13,8 +13,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from graphpipe.runtime import watch
+from graphpipe.runtime.coordinator import Coordinator
+from graphpipe.runtime.local_process import LocalProcess
 from graphpipe.runtime.verdict import Limits, Place, PlaceKind, RankState, Sign, SignKind
-from graphpipe.runtime.watch import TICK_S, Cell, Cells, Coordinator, LocalProcess, WatchedRank
+from graphpipe.runtime.watch import TICK_S, Cell, Cells, WatchedRank
 from graphpipe.runtime.watchdog import _shared_memory
 
 LIMITS = Limits(progress_s=60.0)

@@ -10,8 +10,9 @@ import pytest
 import graphpipe.runtime.watchdog as watchdog_module
 from graphpipe.errors import BatchError
 from graphpipe.program import AwaitReceive, Compute, OptimizerStep, lower
+from graphpipe.runtime.lines import Lines
 from graphpipe.runtime.verdict import PlaceKind
-from graphpipe.runtime.watch import Cell, Lines
+from graphpipe.runtime.watch import Cell
 from graphpipe.runtime.watchdog import Watchdog, job_watchdog
 from graphpipe.schedule import kfkb
 from tests.stage_graphs import DIAMOND, make_stages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import islice
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from graphpipe.errors import CheckpointError
 from graphpipe.runtime.agreement import Agreement
+from graphpipe.runtime.background import Background
 from graphpipe.runtime.checkpoint_folder import CheckpointFolder, FileFacts
 from graphpipe.runtime.checkpoint_state import (
     RankState,
@@ -35,7 +35,7 @@ from graphpipe.runtime.meeting import Meeting
 from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.plain_data import decode, encode
 from graphpipe.runtime.process_group import rank, world_size
-from graphpipe.runtime.watchdog import FILES_TIMEOUT, joint_operation, writing_files
+from graphpipe.runtime.watchdog import FILES_TIMEOUT, joint_operation
 
 _FILE_BYTES = 1 << 27
 _log = logging.getLogger("graphpipe.checkpoint")
@@ -106,7 +106,7 @@ class Checkpointer:
         self._saving = saving
         self._states = dict(states or {})
         own = set(pipeline.tensors)
-        self._writing: _Background | None = None
+        self._writing: Background | None = None
         self._saved_step: int | None = None
         self._batches_drawn: int | None = None
         self._batches_before = 0
@@ -182,7 +182,7 @@ class Checkpointer:
             self._ranks.on_first_rank(lambda: self._folder.begin(step))
             if self._saving is Saving.ASYNCHRONOUS:
                 copied = state.snapshot()
-                self._writing = _Background(lambda: self._write(step, batches, copied))
+                self._writing = Background(lambda: self._write(step, batches, copied))
             else:
                 self._write(step, batches, state)
         self._saved_step = step
@@ -451,44 +451,6 @@ class Checkpointer:
         for batch in stream:
             self._batches_drawn += 1
             yield batch
-
-
-class _Background:
-    """Work in a thread that does not keep the process alive: it may wait for a rank that is gone."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._is_done = False
-        self._then: Callable[[], None] | None = None
-
-        def run() -> None:
-            try:
-                with writing_files():
-                    work()
-            except BaseException as error:
-                self._error = error
-            with self._lock:
-                self._is_done = True
-                if self._then is not None:
-                    self._then()
-
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def at_end(self, work: Callable[[], None]) -> None:
-        """Do something once this has ended, or now if it has."""
-        with self._lock:
-            if self._is_done:
-                work()
-            else:
-                self._then = work
-
-    def join(self) -> None:
-        """Wait for the end, and raise what the work raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 def _copy(name: str, target: Tensor, found: Tensor) -> None:

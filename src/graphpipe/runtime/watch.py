@@ -19,14 +19,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, Protocol
 
+from graphpipe.runtime.coordinator import GRACE_S, Coordinator
 from graphpipe.runtime.failure_report import expect_no_launcher, expect_no_verdict, expect_verdict, report_verdict
-from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, RankState, Sign, SignKind, Verdict, judge
+from graphpipe.runtime.lines import MAX_LINE_BYTES, Lines
+from graphpipe.runtime.local_process import LocalProcess, kill, parent_of, state_of
+from graphpipe.runtime.verdict import OUTSIDE, Limits, Place, PlaceKind, RankState, Sign, SignKind, Verdict
 
 TICK_S = 0.25
 # This process did not run for so long: the machine slept, or all of the job was stopped.
@@ -34,14 +35,8 @@ _PAUSE_S = 8 * TICK_S
 # What a rank's tasks usually take is known once it has run a program so often. The first run, which is slower, is no
 # measure.
 _KNOWN_AFTER = 2
-# A table of places is far shorter.
-_MAX_LINE_BYTES = 1 << 26
 # Until it has shown that it belongs to the job.
 _MAX_GREETING_BYTES = 4096
-# What a rank that raised an exception has for its own clean-up, and how long others wait so that the launcher sees the
-# first cause end first.
-GRACE_S = 4.0
-HEAD_START_S = 1.5
 
 
 class Cell(IntEnum):
@@ -70,46 +65,6 @@ class Cells(Protocol):
     def __setitem__(self, cell: int, value: int, /) -> None: ...
 
 
-class Lines:
-    """Lines of JSON over a socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.is_open = True
-        self.max_line_bytes = _MAX_LINE_BYTES
-        self._buffer = b""
-        connection.settimeout(1.0)
-
-    def send(self, **message: Any) -> None:
-        """Send one object; a broken connection is found by `receive`."""
-        try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            self.is_open = False
-
-    def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield what has come. Call it when the socket is readable; `is_open` is False at the end."""
-        try:
-            data = self.socket.recv(1 << 20)
-        except TimeoutError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.is_open = False
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        try:
-            found: list[Any] = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            found = [None]
-        if len(self._buffer) > self.max_line_bytes or not all(isinstance(message, dict) for message in found):
-            # Whoever is there does not speak our language: a port scanner, say. It must not end the job.
-            self._buffer = b""
-            self.is_open = False
-            return
-        yield from found
-
-
 class WatchedRank:
     """The rank's process as its watchdog sees it."""
 
@@ -125,7 +80,7 @@ class WatchedRank:
         self._longest_s: dict[int, float] = {}
         self._moved_s = self._beat_s = self._looked_s = time.monotonic()
         self.process = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-        self._launcher = _parent_of(pid) if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._launcher = parent_of(pid) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def look(self) -> RankState:
         """Return the rank's state."""
@@ -154,7 +109,7 @@ class WatchedRank:
             usual_s=self._longest_s.get(place, 0.0) + TICK_S if is_known else None,
             silent_s=now_s - self._beat_s,
             writes=self._cells[Cell.WRITES] > 0,
-            is_stopped=now_s - self._beat_s > 2 * TICK_S and _state_of(self.pid) == "T",
+            is_stopped=now_s - self._beat_s > 2 * TICK_S and state_of(self.pid) == "T",
         )
 
     def check_alive(self) -> bool:
@@ -168,185 +123,12 @@ class WatchedRank:
 
     def has_lost_its_launcher(self) -> bool:
         """Return whether the torchrun that started the rank is gone; nobody else would end it then."""
-        return self._launcher is not None and _parent_of(self.pid) not in (self._launcher, None)
+        return self._launcher is not None and parent_of(self.pid) not in (self._launcher, None)
 
     def kill(self) -> None:
         """End the process: SIGKILL also ends one that is stopped."""
         if self.is_alive:
-            _kill(self.pid)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalProcess:
-    """A process, and how to tell it from another one with the same number.
-
-    Attributes:
-        machine: Where it is: the host's name, and what names its boot and its space of process numbers.
-        pid: Its number there.
-        born: When it was started, in the machine's own count; empty where that is unknown.
-    """
-
-    machine: str
-    pid: int
-    born: str
-
-    @classmethod
-    def of(cls, pid: int) -> LocalProcess:
-        """Return the process with a number on this machine."""
-        return cls(_this_machine(), pid, _born(pid))
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is, or was, a process of this machine."""
-        return self.machine == _this_machine()
-
-    def kill(self) -> None:
-        """End the process, if it is one of this machine and still the same."""
-        if self.is_here and self.born == _born(self.pid):
-            _kill(self.pid)
-
-
-def _this_machine() -> str:
-    try:
-        # Containers may have the same name.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _born(pid: int) -> str:
-    return (_stat_of(pid)[19:20] or [""])[0]
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _stat_of(pid: int) -> list[str]:
-    """Return the fields of Linux's ``/proc/PID/stat`` after the process's name; none elsewhere."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _state_of(pid: int) -> str:
-    return next(iter(_stat_of(pid)), "")
-
-
-def _parent_of(pid: int) -> int | None:
-    fields = _stat_of(pid)
-    return int(fields[1]) if fields else None
-
-
-class Coordinator:
-    """Collects what all watchdogs see and decides. It lives in the watchdog of rank 0.
-
-    Args:
-        world_size: The ranks of the job.
-        limits: How long things may take.
-    """
-
-    def __init__(self, world_size: int, limits: Limits) -> None:
-        self.world_size = world_size
-        self.limits = limits
-        self.verdict: Verdict | None = None
-        self.peers: dict[int, Lines] = {}
-        self.processes: dict[int, list[LocalProcess]] = {}
-        self.gone: set[int] = set()
-        self._states: dict[int, tuple[RankState, float]] = {}
-        self._signs: list[tuple[Sign, float]] = []
-        self._decided_s = 0.0
-        self._has_ended = False
-
-    def expect(self, ranks: Iterable[int]) -> None:
-        """Take note that these ranks are to come."""
-        for rank in ranks:
-            self.hear(RankState(rank=rank, has_come=False))
-
-    def excuse(self) -> None:
-        """Count the time anew in which ranks were not heard: this process did not listen."""
-        self._states = {rank: (state, time.monotonic()) for rank, (state, _) in self._states.items()}
-
-    def hear(self, state: RankState) -> None:
-        """Take the state of a rank."""
-        if state.rank not in self.gone:
-            self._states[state.rank] = (state, time.monotonic())
-
-    def see(self, sign: Sign) -> None:
-        """Take what has happened to a rank."""
-        rank = sign.state.rank
-        if rank in self.gone:
-            return
-        self._signs.append((sign, time.monotonic()))
-        if sign.kind not in (SignKind.FAILED, SignKind.ECHO):
-            self.gone.add(rank)
-            self._states.pop(rank, None)
-
-    def lose(self, rank: int) -> None:
-        """Take note that a rank's watchdog has closed its connection."""
-        self.peers.pop(rank, None)
-        if rank not in self.gone:
-            state, _ = self._states.get(rank, (RankState(rank=rank), 0.0))
-            self.see(Sign(kind=SignKind.UNHEARD, state=state))
-
-    def decide(self) -> Verdict | None:
-        """Return the verdict, once there is one."""
-        if self.verdict is None:
-            now_s = time.monotonic()
-            states = {rank: replace(state, unheard_s=now_s - s) for rank, (state, s) in self._states.items()}
-            signs = [replace(sign, age_s=now_s - s) for sign, s in self._signs]
-            self.verdict = judge(states, signs, self.limits)
-            self._decided_s = now_s
-            if self.verdict is not None:
-                self._end_the_unheard(self.verdict.rank, states)
-                for peer in list(self.peers.values()):
-                    peer.send(verdict=asdict(self.verdict))
-        return self.verdict
-
-    def _end_the_unheard(self, rank: int, states: Mapping[int, RankState]) -> None:
-        """End the rank to blame at once where its own watchdog does not answer; it would be waited for in vain."""
-        if rank in states and states[rank].unheard_s >= self.limits.unheard_s:
-            for process in self.processes.get(rank, ()):
-                process.kill()
-
-    def may_end_all(self, *, own_is_alive: bool) -> bool:
-        """Return whether the other ranks may be ended: the first one has ended, or had its time.
-
-        Args:
-            own_is_alive: Whether rank 0 lives.
-        """
-        if self.verdict is None:
-            return False
-        first = self.verdict.rank
-        has_ended = first in self.gone and not (own_is_alive if first == 0 else first in self.peers)
-        # One that has left still cleans up; the launcher is to see it end first.
-        patience_s = GRACE_S if first in self.gone else HEAD_START_S
-        return has_ended or time.monotonic() - self._decided_s > patience_s
-
-    def end_all(self) -> None:
-        """Let every watchdog end its rank; where one does not, end both, if they are on this machine."""
-        if not self._has_ended:
-            self._has_ended = True
-            for peer in list(self.peers.values()):
-                peer.send(end=True)
-        if self._is_overdue():
-            for rank in self.peers:
-                for process in self.processes[rank]:
-                    process.kill()
-
-    def is_done(self) -> bool:
-        """Return whether no other watchdog needs this one."""
-        if self._is_overdue():
-            return True
-        return not self.peers and (self._has_ended or len(self.gone) == self.world_size)
-
-    def _is_overdue(self) -> bool:
-        return self._has_ended and time.monotonic() - self._decided_s > HEAD_START_S + GRACE_S + 1.0
+            kill(self.pid)
 
 
 class Watch:
@@ -490,7 +272,7 @@ class Watch:
             match message:
                 case {"hello": rank, "token": self._token, "processes": processes}:
                     known.append(rank)
-                    peer.max_line_bytes = _MAX_LINE_BYTES
+                    peer.max_line_bytes = MAX_LINE_BYTES
                     own = [asdict(LocalProcess.of(pid)) for pid in (self.rank.pid, os.getpid())]
                     peer.send(processes=own)
                     self.coordinator.peers[rank] = peer
