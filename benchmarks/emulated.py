@@ -1,8 +1,8 @@
 """Stage graphs whose compute is emulated by sleeping: the processes of the runtime benchmark.
 
-``python -m benchmarks.emulated SECONDS MICRO_BATCHES STEPS FILE`` under torchrun: a forward pass sleeps SECONDS, and a
-backward pass twice that. Rank 0 writes what it measured: this runtime on two branches that meet in a last stage, this
-runtime on a chain, and torch.distributed.pipelining's Schedule1F1B on the same chain.
+``python -m benchmarks.emulated SECONDS MICRO_BATCHES TURNS STEPS FILE`` under torchrun: a forward pass takes
+SECONDS, and a backward pass twice that, most of it asleep. Rank 0 writes what it measured: this runtime on two branches
+that meet in a last stage, this runtime on a chain, and torch.distributed.pipelining's Schedule1F1B on the same chain.
 """
 
 from __future__ import annotations
@@ -54,50 +54,64 @@ def branches_of(count: int) -> Reads:
     return (*first, *second, (longer - 1, count - 2) if count - 1 > longer else (longer - 1,))
 
 
-class Sleeper:
-    """Sleeps for the time asked, less what the machine's clock oversleeps."""
-
-    def __init__(self) -> None:
-        found = []
-        for _ in range(20):
-            start = time.perf_counter()
-            time.sleep(0.002)
-            found.append(time.perf_counter() - start - 0.002)
-        self._overslept_s = statistics.median(found)
-
-    def __call__(self, seconds: float) -> None:
-        """Sleep."""
-        if seconds > 0:
-            time.sleep(max(0.0, seconds - self._overslept_s))
-
-
 class Emulated(nn.Module):
-    """Scales what it reads by a parameter and sleeps in both passes."""
+    """Scales what it reads by a parameter and sleeps in both passes.
 
-    def __init__(self, forward_s: float, sleep: Callable[[float], None]) -> None:
+    Args:
+        sleeps_s: The seconds to sleep in a forward and in a backward pass.
+    """
+
+    def __init__(self, sleeps_s: tuple[float, float]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self._forward_s = forward_s
-        self._sleep = sleep
+        self._sleeps_s = sleeps_s
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = _Sleep.apply(x * self.weight, self._forward_s, self._sleep)
+        found: Tensor = _Sleep.apply(x * self.weight, *self._sleeps_s)
         return found
 
 
 class _Sleep(torch.autograd.Function):
-    """Returns its input; sleeps once on the way forward and twice as long on the way back."""
+    """Returns its input; sleeps in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, sleep: Callable[[float], None]) -> Tensor:
-        ctx.backward_s, ctx.sleep = 2 * forward_s, sleep
-        sleep(forward_s)
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        _sleep(forward_s)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.sleep(ctx.backward_s)
+        _sleep(ctx.backward_s)
         return gradient, None, None
+
+
+def _sleep(seconds: float) -> None:
+    if seconds > 0:
+        time.sleep(seconds)
+
+
+def calibrated(forward_s: float) -> tuple[float, float]:
+    """Return the sleeps with which passes of a stage alone take this long forward, and twice as long backward.
+
+    A clock oversleeps, and a core that has slept takes some tenths of a millisecond for lines that take hundredths
+    when it is warm. A profile, which measures passes, would have that in it.
+    """
+    wanted_s = (forward_s, 2 * forward_s)
+    sleeps_s = wanted_s
+    for _ in range(2 if forward_s else 0):
+        module, x = Emulated(sleeps_s), torch.ones(1, WIDTH)
+        taken_s: tuple[list[float], list[float]] = ([], [])
+        for _ in range(9):
+            start_s = time.perf_counter()
+            y = module(x.detach().requires_grad_())
+            turned_s = time.perf_counter()
+            torch.autograd.backward([y], [torch.ones_like(y)])
+            taken_s[0].append(turned_s - start_s)
+            taken_s[1].append(time.perf_counter() - turned_s)
+        late_s = [statistics.median(taken) - wanted for taken, wanted in zip(taken_s, wanted_s, strict=True)]
+        sleeps_s = (sleeps_s[0] - late_s[0], sleeps_s[1] - late_s[1])
+    return sleeps_s
 
 
 class EmulatedModel:
@@ -187,10 +201,11 @@ class EmulatedStage:
             yield f"op{x}.weight", self._model.modules[x].weight
 
 
-def make_pipeline(reads: Reads, forward_s: float, num_micro_batches: int) -> tuple[Pipeline, float]:
+def make_pipeline(
+    reads: Reads, forward_s: float, sleeps_s: tuple[float, float], num_micro_batches: int
+) -> tuple[Pipeline, float]:
     """Return a pipeline with a device a stage and one sample a micro-batch, and its simulated seconds a mini-batch."""
-    sleep = Sleeper()
-    model = EmulatedModel(reads, [Emulated(forward_s, sleep) for _ in reads])
+    model = EmulatedModel(reads, [Emulated(sleeps_s) for _ in reads])
     stages = StageGraph(
         model.graph,
         tuple(Stage(operators=(f"op{x}",), micro_batch_size=1, devices=(x,)) for x in range(len(reads))),
@@ -210,12 +225,12 @@ def program_of(pipeline: Pipeline, mini_batch_size: int) -> Program:
     return pipeline._program(mini_batch_size)
 
 
-def torch_chain(forward_s: float, num_micro_batches: int, batch: Tensor) -> Callable[[], object]:
+def torch_chain(sleeps_s: tuple[float, float], num_micro_batches: int, batch: Tensor) -> Callable[[], object]:
     """Return a step of torch's 1F1B on a chain with a stage a process."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, count = dist.get_rank(), dist.get_world_size()
-    stage = PipelineStage(Emulated(forward_s, Sleeper()), rank, count, torch.device("cpu"))
+    stage = PipelineStage(Emulated(sleeps_s), rank, count, torch.device("cpu"))
     schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=lambda output, _: output.mean())
     if rank == 0:
         return partial(schedule.step, batch)
@@ -236,41 +251,46 @@ def timeline_s(num_tasks: int) -> float:
 
 def main() -> None:
     """Measure on every rank; rank 0 writes."""
-    forward_s, num_micro_batches, num_steps, path = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    forward_s, num_micro_batches, num_turns, num_steps = float(sys.argv[1]), *map(int, sys.argv[2:5])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    count = dist.get_world_size()
+    rank, count = dist.get_rank(), dist.get_world_size()
     batch = torch.ones(num_micro_batches, WIDTH)
-    graph, graph_s = make_pipeline(branches_of(count), forward_s, num_micro_batches)
-    chain, chain_s = make_pipeline(chain_of(count), forward_s, num_micro_batches)
+    # One after the other: calibrated together they would wait for each other's cores.
+    for turn in range(count):
+        if turn == rank:
+            sleeps_s = calibrated(forward_s)
+        dist.barrier()
+    graph, graph_s = make_pipeline(branches_of(count), forward_s, sleeps_s, num_micro_batches)
+    chain, chain_s = make_pipeline(chain_of(count), forward_s, sleeps_s, num_micro_batches)
     steps: dict[str, Callable[[], object]] = {
         "graph": partial(graph.forward_backward, {"x": batch}),
         "chain": partial(chain.forward_backward, {"x": batch}),
-        "torch": torch_chain(forward_s, num_micro_batches, batch),
+        "torch": torch_chain(sleeps_s, num_micro_batches, batch),
     }
     wall_s: dict[str, list[float]] = {name: [] for name in steps}
     busy_s: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(num_steps + 1):
+    for step in steps.values():  # warms up
+        step()
+    for _ in range(num_turns):
         for name, step in steps.items():
             dist.barrier()
-            start, cpu = time.perf_counter(), time.process_time()
-            step()
-            busy = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+            start_s, busy_before_s = time.perf_counter(), time.process_time()
+            for _ in range(num_steps):
+                step()
+            busy = torch.tensor(time.process_time() - busy_before_s, dtype=torch.float64)
             dist.barrier()
-            stop = time.perf_counter()
+            wall_s[name].append((time.perf_counter() - start_s) / num_steps)
             dist.all_reduce(busy)
-            if turn:  # The first turn warms up.
-                wall_s[name].append(stop - start)
-                busy_s[name].append(float(busy) / count)
-    if dist.get_rank() == 0:
+            busy_s[name].append(float(busy) / count / num_steps)
+    if rank == 0:
         found = {
             "ideal": {"graph": graph_s, "chain": chain_s, "torch": chain_s},
             "wall": {name: statistics.median(times) for name, times in wall_s.items()},
-            "least_wall": {name: min(times) for name, times in wall_s.items()},
-            "least_busy": {name: min(times) for name, times in busy_s.items()},
+            "busy": {name: statistics.median(times) for name, times in busy_s.items()},
             "timeline_s": timeline_s(2 * num_micro_batches),
         }
-        Path(path).write_text(json.dumps(found))
+        Path(sys.argv[5]).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -162,7 +162,7 @@ def test_the_least_bytes_count_a_value_once_a_device() -> None:
 def test_the_runtime_s_figures_are_quotients_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"graph": 2.0, "chain": 3.0, "torch": 4.0}
     measured = {"ideal": {"graph": 1.0, "chain": 2.0, "torch": 2.0}, "wall": seconds, "timeline_s": 0.3}
-    measured |= {"least_wall": seconds, "least_busy": {"chain": 5.0, "torch": 4.0}}
+    measured |= {"busy": {"chain": 5.0, "torch": 4.0}}
     monkeypatch.setattr(runtime, "measure", lambda *_: measured)
     ratios = [at_least(f"towers/{count}-micro-batches/graph_over_torch_1f1b", 1.3, "ratio", 1.0) for count in (2, 4)]
     monkeypatch.setattr(runtime.towers, "run", lambda: Report(claim="", figures=tuple(ratios)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 from graphpipe.capture import capture
 from graphpipe.errors import GraphPipeError
 from graphpipe.runtime.pipeline import Pipeline
-from graphpipe.runtime.process_group import rank
+from graphpipe.runtime.process_group import connect, rank
+from graphpipe.runtime.rows import Rows
 from tests.distributed.cases import batch_of, mean_square
 from tests.distributed.parity import hand_made, sgd
 
@@ -34,6 +36,19 @@ class Told(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+
+
+def rows() -> dict[str, Any]:
+    """Rounds that overlap, one of them of rows that are shorter than the width, and a sum whose order matters."""
+    connect()
+    shown = Rows(3, datetime.timedelta(seconds=30))
+    first, second = shown.begin(), shown.begin()
+    numbers = [1e16, 1.0, -1e16]
+    return {
+        "second": second.finish([rank() + 1, -(1 << 60)]).tolist(),
+        "first": first.finish([10 * rank(), 7, 8]).tolist(),
+        "sum": shown.begin().finish_sum(numbers[rank()]),
+    }
 
 
 def differ() -> dict[str, Any]:

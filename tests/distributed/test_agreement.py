@@ -21,3 +21,10 @@ def test_ranks_that_were_given_different_things() -> None:
         "factor of the model was 1.0 when the model was captured and is 2.0 now; training goes on with"
     )
     assert results[1]["told"] == ["rank 1 was given another strategy than rank 0; all ranks train by that of rank 0"]
+
+
+def test_all_ranks_see_the_rows_of_all() -> None:
+    for result in run_case("agreement_cases.rows", 3):
+        assert result["first"] == [[0, 7, 8], [10, 7, 8], [20, 7, 8]]
+        assert result["second"] == [[rank, -(1 << 60), 0] for rank in (1, 2, 3)]
+        assert result["sum"] == 0.0  # 1e16 + 1 is 1e16.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import runtime
 from tests.distributed.harness import run
 
 pytestmark = pytest.mark.distributed
@@ -32,3 +33,12 @@ def test_towers_writes_its_figures(tmp_path: Path) -> None:
         assert set(figure) == {"name", "value", "unit", "goal", "paper", "holds"}
         assert figure["value"] > 0
         assert figure["holds"] == (figure["goal"] is None or figure["value"] >= figure["goal"])
+
+
+def test_emulated_compute_takes_no_less_than_the_simulator_says() -> None:
+    found = runtime.measure(3, 0.002, 4, 1, 1)
+    assert found["ideal"] == pytest.approx({"graph": 30e-3, "chain": 36e-3, "torch": 36e-3})
+    for name, seconds in found["wall"].items():
+        # A pass alone takes the time asked in the median; a little less is chance.
+        assert seconds > 0.9 * found["ideal"][name], name
+    assert all(seconds > 0 for seconds in found["busy"].values())

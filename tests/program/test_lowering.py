@@ -98,3 +98,15 @@ def test_a_value_is_let_go_once_its_gradient_is_here() -> None:
         if isinstance(instruction, AwaitReceive):
             assert isinstance(first[i + 1], AwaitSend)
             assert first[i + 1].message.tag == instruction.message.answers
+
+
+def test_receives_are_posted_once_nothing_is_left_to_give() -> None:
+    stages = make_stages(CHAIN_3, mini_batch_size=8, sizes=2)
+    own = lower(stages, kfkb(stages)).instructions[2]
+    posts = [i for i, instruction in enumerate(own) if isinstance(instruction, PostReceive)]
+    # Two before the first wait, the others between a gradient that leaves and the next wait, never ahead of a task.
+    assert posts[:2] == [0, 1]
+    assert len(posts) == 4
+    for i in posts[2:]:
+        assert isinstance(own[i - 1], Send)
+        assert isinstance(own[i + 1], AwaitReceive)

@@ -39,7 +39,7 @@ def test_an_update_with_an_overflow_is_skipped(bad: float) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     scaler = LossScaler(OPTIONS)
     update = Update(
-        {"p": parameter}, {"p"}, lambda tensor: None, optimizer=optimizer, lr_scheduler=schedule, loss_scaler=scaler
+        {"p": parameter}, {"p"}, lambda number: number, optimizer=optimizer, lr_scheduler=schedule, loss_scaler=scaler
     )
     parameter.grad = torch.tensor([bad])
     assert update.apply().is_skipped

@@ -273,26 +273,34 @@ class _DeviceLowering:
 
 @dataclass
 class _FreePosts:
-    """Posts receives as far ahead as the window allows, and reductions as soon as they are ready."""
+    """Posts receives as far ahead as the window allows, and reductions as soon as they are ready.
+
+    A post takes time of the host, so receives that may be posted are, once the device has nothing else to do than to
+    wait: what a task gives, others wait for.
+    """
 
     lowering: _DeviceLowering
     next_reduction: int = 0
+    due: list[Message] = field(default_factory=list)
 
     def begin(self) -> None:
         ahead: dict[tuple[int, Phase], list[Task]] = {}
         for task in self.lowering.tasks:
             ahead.setdefault((task.stage, task.phase), []).append(task)
         for passes in ahead.values():
-            self._post(passes[: self.lowering.receive_window])
+            self._note(passes[: self.lowering.receive_window])
 
     def before(self, task: Task) -> None:
-        """Nothing: what the task needs has been posted."""
+        if any(not message.is_local for message in self.lowering.received(task)):
+            for message in self.due:
+                self.lowering.post(message)
+            self.due.clear()
 
     def send(self, messages: Sequence[Message]) -> None:
         self.lowering.out.extend(map(Send, messages))
 
     def after(self, task: Task) -> None:
-        self._post([Task(task.stage, task.phase, task.micro_batch + self.lowering.receive_window)])
+        self._note([Task(task.stage, task.phase, task.micro_batch + self.lowering.receive_window)])
         reductions = self.lowering.reductions
         while self.next_reduction < len(reductions) and self.lowering.is_ready(reductions[self.next_reduction]):
             self.lowering.start(reductions[self.next_reduction])
@@ -302,11 +310,9 @@ class _FreePosts:
         """Nothing: with the last task every reduction is ready."""
         assert self.next_reduction == len(self.lowering.reductions)
 
-    def _post(self, tasks: Iterable[Task]) -> None:
+    def _note(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
-            for message in self.lowering.received(task):
-                if not message.is_local:
-                    self.lowering.post(message)
+            self.due += [message for message in self.lowering.received(task) if not message.is_local]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from torch import Tensor
 from graphpipe.capture.specs import ValueSpec
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.runtime.process_group import rank
+from graphpipe.runtime.rows import Rows
 from graphpipe.runtime.stages import StageSource
-from graphpipe.runtime.transport import Transport
 
 _SAME_BATCH = (
     "every rank needs the same batch: make it with the same seed, and shuffle it in the same way, on all of them"
@@ -48,17 +49,18 @@ class Meeting(IntEnum):
 
 
 class Meetings:
-    """Compares what ranks are about to do, in one sum over all ranks.
+    """Compares what ranks are about to do, by a row of each.
 
     Args:
-        transport: Sums over ranks.
         num_inputs: Of the model in training. The table has two columns for each; where an evaluation has more inputs,
             some share them.
+        timeout: After this long a wait raises.
     """
 
-    def __init__(self, transport: Transport, num_inputs: int) -> None:
-        self._transport = transport
+    def __init__(self, num_inputs: int, timeout: datetime.timedelta) -> None:
         self._num_inputs = max(1, num_inputs)
+        # One size for all meetings, so that any two meet.
+        self.rows = Rows(_NUM_COLUMNS_BEFORE_INPUTS + 2 * self._num_inputs, timeout)
 
     def meet(self, meeting: Meeting) -> None:
         """Return once all ranks do the same.
@@ -66,7 +68,7 @@ class Meetings:
         Raises:
             GraphPipeError: One does something else.
         """
-        self._exchange([meeting])
+        self._compared(self.rows.begin().finish([meeting]))
 
     def num_samples(
         self, meeting: Meeting, source: StageSource, inputs: Mapping[str, Tensor], position: Position | None
@@ -84,6 +86,7 @@ class Meetings:
             BatchError: Two ranks were given another batch, number of samples, or shape of an input, or other entries of
                 one among those that are looked at.
         """
+        round_ = self.rows.begin()
         names = list(source.inputs)
         columns = [names[i :: self._num_inputs] for i in range(self._num_inputs)]
         shapes = [
@@ -96,7 +99,7 @@ class Meetings:
         samples = [
             _sample([inputs[n] for n in column]) if shape else 0 for column, shape in zip(columns, shapes, strict=True)
         ]
-        table = self._exchange([meeting, place, source.num_samples(inputs), 0, *shapes, *samples])
+        table = self._compared(round_.finish([meeting, place, source.num_samples(inputs), 0, *shapes, *samples]))
         for first, other, (one, another) in _differences(table[:, 1].tolist()):
             raise BatchError(
                 f"rank {first} is at {_place(one)} and rank {other} at {_place(another)}: their loaders have different "
@@ -126,13 +129,8 @@ class Meetings:
             raise BatchError("no rank was given an input that holds samples")
         return count
 
-    def _exchange(self, own: list[int]) -> Tensor:
-        """Return ``[ranks, columns]`` what each rank tells. The table always has one size, so that any two meet."""
-        table = torch.zeros(
-            (dist.get_world_size(), _NUM_COLUMNS_BEFORE_INPUTS + 2 * self._num_inputs), dtype=torch.int64
-        )
-        table[rank(), : len(own)] = torch.tensor(own, dtype=torch.int64)
-        self._transport.all_reduce(range(len(table)), table)
+    def _compared(self, table: Tensor) -> Tensor:
+        """Return the rows of all ranks, which do the same."""
         for first, other, (one, another) in _differences(table[:, 0].tolist()):
             raise GraphPipeError(
                 f"rank {first} begins {Meeting(one)} and rank {other} {Meeting(another)}; all ranks do the same in the "
@@ -166,8 +164,11 @@ def _sample(tensors: list[Tensor]) -> int:
     found = hashlib.sha256()
     for tensor in tensors:
         step = max(1, tensor.numel() // _NUM_COMPARED)
-        places = torch.unravel_index(torch.arange(0, tensor.numel(), step, device=tensor.device), tensor.shape)
-        entries = tensor.detach()[places] if tensor.dim() else tensor.detach().reshape(1)
+        if tensor.is_contiguous():
+            entries = tensor.detach().view(-1)[::step]
+        else:
+            places = torch.unravel_index(torch.arange(0, tensor.numel(), step, device=tensor.device), tensor.shape)
+            entries = tensor.detach()[places]
         found.update(entries.cpu().contiguous().view(torch.uint8).numpy().data)
     return 1 + int(found.hexdigest()[:15], 16)
 

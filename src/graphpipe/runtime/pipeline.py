@@ -59,6 +59,7 @@ from graphpipe.runtime.peak_memory import peak_memory_bytes
 from graphpipe.runtime.process_group import DEFAULT_TIMEOUT, check_agreement, join, rank, world_size
 from graphpipe.runtime.process_transports import TransportKind, make_transport
 from graphpipe.runtime.resize import resized
+from graphpipe.runtime.rows import Round
 from graphpipe.runtime.sharding import OptimizerStates, ParameterSharing, parameter_owners
 from graphpipe.runtime.stages import StageSource
 from graphpipe.runtime.update import (
@@ -269,7 +270,7 @@ class Pipeline:
         self._source = source
         if isinstance(source, CapturedModel):
             self._frozen_numbers = FrozenNumbers(source.model, source.loss_fn)
-        self._meetings = Meetings(transport, len(source.inputs))
+        self._meetings = Meetings(len(source.inputs), self._transport_timeout)
         self._executor = Executor(rank(), source, modules, transport, clock_for(device), device)
         self._executor.position = self._watchdog.cells
         if self._compilation is not None:
@@ -289,7 +290,7 @@ class Pipeline:
         self._update = Update(
             self._executor.parameters,
             counted_parameters(self.strategy.stages, rank()),
-            lambda tensor: self._sum_over_ranks("the norm of the gradients", tensor),
+            self._sum_of_squares,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
             max_gradient_norm=self._max_gradient_norm,
@@ -393,10 +394,10 @@ class Pipeline:
             GraphPipeError: A task failed.
         """
         evaluation, inputs, _ = self._evaluation(Meeting.EVALUATION, batch)
+        losses = self._meetings.rows.begin()
         with self._watchdog.operation("an evaluation"):
             loss, _ = self._run_evaluation(evaluation, inputs, "an evaluation")
-        self._sum_over_ranks("the sum of the loss", loss)
-        return EvaluationResult(float(loss), evaluation.captured.num_samples(inputs))
+        return EvaluationResult(self._total_loss(losses, loss), evaluation.captured.num_samples(inputs))
 
     def predict(self, batch: Any) -> Any:
         """Return what the model returns for a batch in eval mode, on every rank. All ranks must call this.
@@ -492,16 +493,21 @@ class Pipeline:
             finished.append(self.update() if updates else UpdateResult())
 
         self._executor.first_place = self._watchdog.place(program, rank(), _shapes(inputs))
+        losses = self._meetings.rows.begin()
         with self._watchdog.step(self.num_steps + 1):
             loss = self._executor.run(program, inputs, finish if updates else None)
             if not finished:  # also on a rank without a stage, whose program is empty
                 finish()
-        self._sum_over_ranks("the sum of the loss", loss)
-        return StepResult(float(loss), count, finished[0].gradient_norm, finished[0].is_skipped)
+        total = self._total_loss(losses, loss)
+        return StepResult(total, count, finished[0].gradient_norm, finished[0].is_skipped)
 
-    def _sum_over_ranks(self, what: str, tensor: Tensor) -> None:
-        with self._watchdog.operation(what):
-            self._built().transport.all_reduce(range(dist.get_world_size()), tensor)
+    def _total_loss(self, losses: Round, own: Tensor) -> float:
+        with self._watchdog.operation("the sum of the loss"):
+            return losses.finish_sum(float(own))
+
+    def _sum_of_squares(self, own: float) -> float:
+        with self._watchdog.operation("the norm of the gradients"):
+            return self._meetings.rows.begin().finish_sum(own)
 
     def _check_autocast(self, source: StageSource) -> None:
         ambient = Autocast.ambient()

@@ -16,6 +16,7 @@ from torch import Tensor
 from graphpipe.errors import GraphPipeError
 from graphpipe.program import Matching, Message
 from graphpipe.runtime.transport import Channel, Pending, Transport
+from graphpipe.schedule import Phase
 
 
 class TransportKind(StrEnum):
@@ -79,12 +80,17 @@ class _ProcessTransport:
     def __init__(self, reductions: Sequence[tuple[int, ...]], timeout: datetime.timedelta) -> None:
         everyone = tuple(range(dist.get_world_size()))
         self._timeout = timeout
-        self._messages = dist.new_group(list(everyone), timeout=timeout, backend=self.backend)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for devices in sorted({tuple(group) for group in reductions} | {everyone}):
-            self._groups[devices] = dist.new_group(list(devices), timeout=timeout, backend=self.backend)
+            self._groups[devices] = self._new_group(devices)
         self._receiving: dict[tuple[int, Channel], dist.Work | None] = {}
         self._sending: dict[tuple[int, Channel], tuple[dist.Work | None, Tensor]] = {}
+
+    def _new_group(self, devices: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """Return a group of these devices, by default of all. All ranks must call this."""
+        members = range(dist.get_world_size()) if devices is None else devices
+        group: dist.ProcessGroup = dist.new_group(list(members), timeout=self._timeout, backend=self.backend)
+        return group
 
     def await_receive(self, message: Message, channel: Channel = Channel.TENSOR) -> None:
         """Return once the message is in its buffer."""
@@ -114,17 +120,29 @@ class _ProcessTransport:
 class GlooTransport(_ProcessTransport):
     """Messages over gloo, which matches them by tag, in any order, and moves them once the receive is posted.
 
-    The group is called without the wrappers of torch.distributed, which take as long as the rest of a small message.
+    Forward and backward passes, and micro-batches in turn, have process groups of their own, which have connections of
+    their own. A post holds the lock of a connection, and gloo's thread, where data come over that same one, tries the
+    lock again and again instead of waiting: on a machine with few cores until the time slice ends, which is longer than
+    many a task. What comes while a message is posted is mostly of the other pass or of the micro-batch beside.
+
+    The groups are called without the wrappers of torch.distributed, which take as long as the rest of a small message.
     """
+
+    def __init__(self, reductions: Sequence[tuple[int, ...]], timeout: datetime.timedelta) -> None:
+        super().__init__(reductions, timeout)
+        self._lanes = {(phase, parity): self._new_group() for phase in Phase for parity in range(2)}
+
+    def _lane(self, message: Message) -> dist.ProcessGroup:
+        return self._lanes[message.phase, message.target.micro_batch % 2]
 
     def post_receive(self, message: Message, buffer: Tensor, channel: Channel = Channel.TENSOR) -> None:
         """Let a message come into a contiguous buffer of its exact size."""
-        work = self._messages.recv([_real(buffer)], message.source_device, 2 * message.tag + channel)
+        work = self._lane(message).recv([_real(buffer)], message.source_device, 2 * message.tag + channel)
         self._receiving[message.tag, channel] = work
 
     def send(self, message: Message, tensor: Tensor, channel: Channel = Channel.TENSOR) -> None:
         """Let a contiguous tensor go."""
-        work = self._messages.send([_real(tensor)], message.target_device, 2 * message.tag + channel)
+        work = self._lane(message).send([_real(tensor)], message.target_device, 2 * message.tag + channel)
         self._sending[message.tag, channel] = (work, tensor)
 
 
@@ -144,6 +162,7 @@ class NcclTransport(_ProcessTransport):
 
     def __init__(self, reductions: Sequence[tuple[int, ...]], timeout: datetime.timedelta) -> None:
         super().__init__(reductions, timeout)
+        self._messages = self._new_group()
         everyone = tuple(range(dist.get_world_size()))
         self._host = dist.new_group(list(everyone), timeout=timeout, backend="gloo")
 
@@ -175,6 +194,7 @@ class OrderedTransport(_ProcessTransport):
 
     def __init__(self, reductions: Sequence[tuple[int, ...]], timeout: datetime.timedelta) -> None:
         super().__init__(reductions, timeout)
+        self._messages = self._new_group()
         self._stream = _Stream(timeout)
         self._begun: dict[tuple[int, Channel], _Begun] = {}
 

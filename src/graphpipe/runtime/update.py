@@ -40,7 +40,8 @@ class Update:
     Args:
         parameters: Those of the rank's stages, by name.
         counted: The names of those that this rank adds to the norm, from `counted_parameters`.
-        sum_over_ranks: Sums a tensor over all ranks in place. All ranks call `apply`, also those without parameters.
+        sum_over_ranks: Returns the sum of a number of every rank. All ranks call `apply`, also those without
+            parameters.
         optimizer: None to leave the parameters as they are, and on a rank without trainable ones.
         lr_scheduler: Stepped after the optimizer, unless it needs a metric as `ReduceLROnPlateau` does.
         max_gradient_norm: All gradients are scaled down together where their norm is larger.
@@ -54,7 +55,7 @@ class Update:
         self,
         parameters: Mapping[str, nn.Parameter],
         counted: Collection[str],
-        sum_over_ranks: Callable[[Tensor], None],
+        sum_over_ranks: Callable[[float], float],
         *,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: LRScheduler | None = None,
@@ -87,8 +88,7 @@ class Update:
 
     def _norm(self) -> float:
         total = sum_of_squares(p.grad for name, p in self._parameters.items() if name in self._counted)
-        self._sum_over_ranks(total)
-        return math.sqrt(float(total))
+        return math.sqrt(self._sum_over_ranks(float(total)))
 
     def _clip(self, norm: float, max_norm: float) -> None:
         # A norm that is not a number goes into the gradients, as in torch: hiding it would train on.
