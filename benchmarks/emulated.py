@@ -30,7 +30,7 @@ from graphpipe.graph import ComputationGraph, Operator, Parameter, Value
 from graphpipe.program import Program
 from graphpipe.runtime.clock import Mark, WallClock
 from graphpipe.runtime.pipeline import Pipeline
-from graphpipe.schedule import UniformCosts, kfkb
+from graphpipe.schedule import ModelCosts, UniformCosts, kfkb
 from graphpipe.simulator import simulate
 from graphpipe.stage import Stage, StageGraph
 from graphpipe.strategy import Strategy
@@ -204,7 +204,9 @@ class EmulatedStage:
 def make_pipeline(
     reads: Reads, forward_s: float, sleeps_s: tuple[float, float], num_micro_batches: int
 ) -> tuple[Pipeline, float]:
-    """Return a pipeline with a device a stage and one sample a micro-batch, and its simulated seconds a mini-batch."""
+    """Return a pipeline with a device a stage and one sample a micro-batch, and its simulated seconds a mini-batch: what a plan
+    would say, with the package's figures of messages on one machine.
+    """
     model = EmulatedModel(reads, [Emulated(sleeps_s) for _ in reads])
     stages = StageGraph(
         model.graph,
@@ -217,7 +219,8 @@ def make_pipeline(
     schedule = kfkb(stages, costs)
     strategy = Strategy(stages, schedule, profile, Cluster.uniform(len(reads), memory_bytes=10**9), SGD)
     pipeline = Pipeline(model, strategy, verify="never")
-    return pipeline, simulate(program_of(pipeline, num_micro_batches), costs).makespan_s
+    predicted = ModelCosts(strategy.cost_model, stages)
+    return pipeline, simulate(program_of(pipeline, num_micro_batches), predicted).makespan_s
 
 
 def program_of(pipeline: Pipeline, mini_batch_size: int) -> Program:
