@@ -204,8 +204,9 @@ class EmulatedStage:
 def make_pipeline(
     reads: Reads, forward_s: float, sleeps_s: tuple[float, float], num_micro_batches: int
 ) -> tuple[Pipeline, float]:
-    """Return a pipeline with a device a stage and one sample a micro-batch, and its simulated seconds a mini-batch: what a plan
-    would say, with the package's figures of messages on one machine.
+    """Return a pipeline with a device a stage and one sample a micro-batch, and its simulated seconds a mini-batch.
+
+    These are what a plan would say, with the package's figures of messages on one machine.
     """
     model = EmulatedModel(reads, [Emulated(sleeps_s) for _ in reads])
     stages = StageGraph(

@@ -17,7 +17,7 @@ from graphpipe.errors import GraphPipeError
 from graphpipe.program import Matching, Message, Program
 from graphpipe.runtime.clock import VirtualClock, WallClock
 from graphpipe.runtime.executor import Executor
-from graphpipe.runtime.in_process_ordered import OrderedHub, OrderedInProcessTransport
+from graphpipe.runtime.in_process_ordered import OrderedHub, OrderedInProcessTransport, deliver
 from graphpipe.runtime.stages import StageSource
 from graphpipe.runtime.transport import Channel, Pending, Transport
 from graphpipe.schedule import TaskCosts
@@ -110,13 +110,7 @@ class InProcessTransport:
             return True
 
         self._hub.wait(arrived)
-        buffer = self._buffers.pop((message.tag, channel))
-        tensor = found[0]
-        if (tensor.shape, tensor.dtype) != (buffer.shape, buffer.dtype):
-            raise GraphPipeError(
-                f"{message}: sent {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(buffer.shape)} {buffer.dtype}"
-            )
-        buffer.copy_(tensor)
+        deliver(message, found[0], self._buffers.pop((message.tag, channel)))
 
     def send(self, message: Message, tensor: Tensor, channel: Channel = Channel.TENSOR) -> None:
         """Let a contiguous tensor go."""

@@ -38,19 +38,26 @@ class _Begun:
         """Move or sum the tensors."""
         first = self.tensors[self.devices[0]]
         if self.message is not None:
-            buffer = self.tensors[self.devices[1]]
-            if (first.shape, first.dtype) != (buffer.shape, buffer.dtype):
-                raise GraphPipeError(
-                    f"{self.message}: sent {tuple(first.shape)} {first.dtype}, expected {tuple(buffer.shape)} "
-                    f"{buffer.dtype}"
-                )
-            buffer.copy_(first)
+            deliver(self.message, first, self.tensors[self.devices[1]])
             return
         total = first.clone()
         for device in self.devices[1:]:
             total += self.tensors[device]
         for device in self.devices:
             self.tensors[device].copy_(total)
+
+
+def deliver(message: Message, tensor: Tensor, buffer: Tensor) -> None:
+    """Copy what was sent to where it is expected.
+
+    Raises:
+        GraphPipeError: It has another shape or type.
+    """
+    if (tensor.shape, tensor.dtype) != (buffer.shape, buffer.dtype):
+        raise GraphPipeError(
+            f"{message}: sent {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(buffer.shape)} {buffer.dtype}"
+        )
+    buffer.copy_(tensor)
 
 
 class OrderedHub:

@@ -22,8 +22,6 @@ from graphpipe.capture import (
     CapturedModel,
     Draws,
     capture,
-    capture_evaluation,
-    capture_prediction,
 )
 from graphpipe.disk_cache import DiskCache
 from graphpipe.errors import GraphPipeError
@@ -31,7 +29,7 @@ from graphpipe.program import Program, lower
 from graphpipe.runtime.clock import clock_for
 from graphpipe.runtime.comparison import Reference
 from graphpipe.runtime.compilation import Compilation
-from graphpipe.runtime.evaluation import Evaluation
+from graphpipe.runtime.evaluations import Evaluations
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.first_step import (
     Verify,
@@ -61,7 +59,7 @@ from graphpipe.runtime.process_transports import TransportKind, make_transport
 from graphpipe.runtime.resize import resized
 from graphpipe.runtime.rows import Round
 from graphpipe.runtime.sharding import OptimizerStates, ParameterSharing, parameter_owners
-from graphpipe.runtime.stages import StageSource
+from graphpipe.runtime.stages import StageSource, shapes_of
 from graphpipe.runtime.update import (
     LRSchedulerFactory,
     OptimizerFactory,
@@ -80,8 +78,6 @@ from graphpipe.trace import Trace
 _log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], Tensor]
-
-Structured = Callable[[Sequence[Tensor]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +222,7 @@ class Pipeline:
         self._source: StageSource | None = None
         self._model = model
         self._executor: Executor | None = None
-        self._evaluated: dict[tuple[Meeting, str], tuple[CapturedModel, Structured | None]] = {}
-        self._evaluations: dict[tuple[Meeting, str, int], Evaluation] = {}
+        self._prepared_evaluations: Evaluations | None = None
         self._frozen_numbers: FrozenNumbers | None = None
         self._batches_agree = False
         self.num_steps = 0
@@ -393,11 +388,11 @@ class Pipeline:
             CaptureError: The model cannot be captured in eval mode.
             GraphPipeError: A task failed.
         """
-        evaluation, inputs, _ = self._evaluation(Meeting.EVALUATION, batch)
+        prepared = self._evaluations().prepare(Meeting.EVALUATION, batch)
         losses = self._meetings.rows.begin()
         with self._watchdog.operation("an evaluation"):
-            loss, _ = self._run_evaluation(evaluation, inputs, "an evaluation")
-        return EvaluationResult(self._total_loss(losses, loss), evaluation.captured.num_samples(inputs))
+            loss, _ = self._evaluations().run(prepared, "an evaluation")
+        return EvaluationResult(self._total_loss(losses, loss), prepared.num_samples)
 
     def predict(self, batch: Any) -> Any:
         """Return what the model returns for a batch in eval mode, on every rank. All ranks must call this.
@@ -411,45 +406,20 @@ class Pipeline:
             CaptureError: The model cannot be captured in eval mode.
             GraphPipeError: A task failed.
         """
-        evaluation, inputs, structured = self._evaluation(Meeting.PREDICTION, batch)
-        assert structured is not None
+        prepared = self._evaluations().prepare(Meeting.PREDICTION, batch)
         with self._watchdog.operation("a prediction"):
-            _, pieces = self._run_evaluation(evaluation, inputs, "a prediction")
+            _, pieces = self._evaluations().run(prepared, "a prediction")
             gathered = gather_tensors(pieces, keeps=True)
-        return structured(evaluation.joined(gathered))
+        return prepared.structured(gathered)
 
-    def _run_evaluation(
-        self, evaluation: Evaluation, inputs: Mapping[str, Tensor], purpose: str
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        executor = evaluation.executor
-        executor.position = self._watchdog.cells
-        executor.first_place = self._watchdog.place(evaluation.program, rank(), _shapes(inputs), purpose)
-        found = evaluation.run(inputs)
-        self._watchdog.has_run()
-        return found
-
-    def _evaluation(self, meeting: Meeting, batch: Any) -> tuple[Evaluation, dict[str, Tensor], Structured | None]:
-        trained = self._source
-        if not isinstance(trained, CapturedModel):
-            raise GraphPipeError("run a step first, or make the pipeline with example_batch, before an evaluation")
-        options: dict[str, Any] = {"loss_fn": trained.loss_fn, "sample_axes": trained.sample_axes}
-        key = (meeting, trained.kind_of(batch))
-        if key not in self._evaluated:
-            with trained.autocast.applied():
-                if meeting is Meeting.EVALUATION:
-                    self._evaluated[key] = capture_evaluation(trained.model, batch, **options), None
-                else:
-                    self._evaluated[key] = capture_prediction(trained.model, batch, **options)
-        captured, structured = self._evaluated[key]
-        inputs = captured.flatten_batch(batch)
-        with self._watchdog.operation("the comparison of the batches"):
-            count = self._meetings.num_samples(meeting, captured, inputs, position=None)
-        sized = (*key, count)
-        if sized not in self._evaluations:
-            self._evaluations[sized] = Evaluation.of(
-                trained, self.strategy.stages, captured, self._built(), count, self._lowered
+    def _evaluations(self) -> Evaluations:
+        if self._prepared_evaluations is None:
+            if not isinstance(self._source, CapturedModel):
+                raise GraphPipeError("run a step first, or make the pipeline with example_batch, before an evaluation")
+            self._prepared_evaluations = Evaluations(
+                self._source, self.strategy.stages, self._built(), self._meetings, self._watchdog, self._lowered
             )
-        return self._evaluations[sized], inputs, structured
+        return self._prepared_evaluations
 
     def _lowered(self, stages: StageGraph) -> Program:
         assert self._transport_kind is not None
@@ -492,7 +462,7 @@ class Pipeline:
             self._complete_gradients(before)
             finished.append(self.update() if updates else UpdateResult())
 
-        self._executor.first_place = self._watchdog.place(program, rank(), _shapes(inputs))
+        self._executor.first_place = self._watchdog.place(program, rank(), shapes_of(inputs))
         losses = self._meetings.rows.begin()
         with self._watchdog.step(self.num_steps + 1):
             loss = self._executor.run(program, inputs, finish if updates else None)
@@ -689,10 +659,6 @@ class Pipeline:
         if self._executor is None:
             raise GraphPipeError("the model is captured with the first batch; run a step first, or give example_batch")
         return self._executor
-
-
-def _shapes(inputs: Mapping[str, Tensor]) -> tuple[tuple[str | int, ...], ...]:
-    return tuple((name, *tensor.shape) for name, tensor in inputs.items())
 
 
 def _warm_up_autograd() -> None:

@@ -128,6 +128,11 @@ class StageSource(Protocol):
         ...
 
 
+def shapes_of(tensors: Mapping[str, Tensor]) -> tuple[tuple[str | int, ...], ...]:
+    """Return the name and the sizes of each tensor."""
+    return tuple((name, *tensor.shape) for name, tensor in tensors.items())
+
+
 def take_samples(tensor: Tensor, layout: SampleLayout | None, samples: SampleRange, origin: int = 0) -> Tensor:
     """Return a view of some samples, or the tensor itself where these are all that it holds.
 
