@@ -289,7 +289,7 @@ def main() -> None:
             busy_s[name].append(float(busy) / count / num_steps)
     if rank == 0:
         found = {
-            "ideal": {"graph": graph_s, "chain": chain_s, "torch": chain_s},
+            "simulated": {"graph": graph_s, "chain": chain_s, "torch": chain_s},
             "wall": {name: statistics.median(times) for name, times in wall_s.items()},
             "busy": {name: statistics.median(times) for name, times in busy_s.items()},
             "timeline_s": timeline_s(2 * num_micro_batches),

@@ -63,8 +63,8 @@ PLOTS = {
     ),
     "towers": Plot(pattern=r"towers/(?P<x>[^/]+)/(?P<series>\w+_over_\w+)", x_label="", y_label="seconds over seconds"),
     "runtime": Plot(
-        pattern=r"runtime/emulated/(?P<x>\d+)-processes/(?P<series>\w+)_over_ideal",
-        x_label="processes",
+        pattern=r"runtime/emulated/(?P<x>\d+-processes/\d+)-micro-batches/(?P<series>\w+)_over_simulated",
+        x_label="processes and micro-batches",
         y_label="seconds over the simulated seconds",
     ),
     "capture": Plot(pattern=r"(?P<x>\S+) (?P<series>captured.*), CPU", x_label="", y_label="CPU seconds"),

@@ -161,7 +161,7 @@ def test_the_least_bytes_count_a_value_once_a_device() -> None:
 
 def test_the_runtime_s_figures_are_quotients_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"graph": 2.0, "chain": 3.0, "torch": 4.0}
-    measured = {"ideal": {"graph": 1.0, "chain": 2.0, "torch": 2.0}, "wall": seconds, "timeline_s": 0.3}
+    measured = {"simulated": {"graph": 1.0, "chain": 2.0, "torch": 2.0}, "wall": seconds, "timeline_s": 0.3}
     measured |= {"busy": {"chain": 5.0, "torch": 4.0}}
     monkeypatch.setattr(runtime, "measure", lambda *_: measured)
     ratios = [at_least(f"towers/{count}-micro-batches/graph_over_torch_1f1b", 1.3, "ratio", 1.0) for count in (2, 4)]
@@ -169,13 +169,13 @@ def test_the_runtime_s_figures_are_quotients_of_what_was_measured(monkeypatch: p
     monkeypatch.setattr(runtime, "PLANNED", ())
     found = {figure.name.removeprefix("runtime/"): figure for figure in runtime.run().figures}
     assert len(found) == len(runtime.run().figures)
-    assert found["emulated/4-processes/graph_over_ideal"].value == 2.0
-    assert not found["emulated/4-processes/graph_over_ideal"].holds
-    assert found["emulated/16-processes/graph_over_ideal"].goal is None
-    assert found["emulated/8-processes/torch_1f1b_over_ideal"].value == 2.0
+    assert found["emulated/4-processes/8-micro-batches/graph_over_simulated"].value == 2.0
+    assert not found["emulated/4-processes/8-micro-batches/graph_over_simulated"].holds
+    assert found["emulated/16-processes/32-micro-batches/graph_over_simulated"].goal is None
+    assert found["emulated/8-processes/16-micro-batches/torch_1f1b_over_simulated"].value == 2.0
     assert (
-        found["emulated/8-processes/graph_over_torch_1f1b"].value
-        == found["emulated/8-processes/graph_over_torch_1f1b"].paper
+        found["emulated/8-processes/16-micro-batches/graph_over_torch_1f1b"].value
+        == found["emulated/8-processes/16-micro-batches/graph_over_torch_1f1b"].paper
     )
     assert [found[f"real/{count}-micro-batches/graph_over_torch_1f1b"].holds for count in (2, 4)] == [False, True]
     assert found["overhead/wall_over_torch_1f1b"].holds
