@@ -86,7 +86,7 @@ class Meetings:
             BatchError: Two ranks were given another batch, number of samples, or shape of an input, or other entries of
                 one among those that are looked at.
         """
-        round_ = self.rows.begin()
+        count = source.num_samples(inputs)
         names = list(source.inputs)
         columns = [names[i :: self._num_inputs] for i in range(self._num_inputs)]
         shapes = [
@@ -96,10 +96,12 @@ class Meetings:
         epoch, number = (0, 0) if position is None else position
         # One more than the batch's place, since 0 stands for a rank that says nothing.
         place = 0 if position is None else (epoch << 32) + number + 1
+        # From here on nothing can fail on one rank alone.
+        begun = self.rows.begin()
         samples = [
             _sample([inputs[n] for n in column]) if shape else 0 for column, shape in zip(columns, shapes, strict=True)
         ]
-        table = self._compared(round_.finish([meeting, place, source.num_samples(inputs), 0, *shapes, *samples]))
+        table = self._compared(begun.finish([meeting, place, count, 0, *shapes, *samples]))
         for first, other, (one, another) in _differences(table[:, 1].tolist()):
             raise BatchError(
                 f"rank {first} is at {_place(one)} and rank {other} at {_place(another)}: their loaders have different "
@@ -124,10 +126,10 @@ class Meetings:
                 raise BatchError(
                     f"ranks {first} and {other} were given different tensors for input {told}; {_SAME_BATCH}"
                 )
-        count = int(table[:, 2].max())
-        if not count:
+        most = int(table[:, 2].max())
+        if not most:
             raise BatchError("no rank was given an input that holds samples")
-        return count
+        return most
 
     def _compared(self, table: Tensor) -> Tensor:
         """Return the rows of all ranks, which do the same."""
