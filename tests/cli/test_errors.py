@@ -110,6 +110,8 @@ def graphpipe(folder: Path, arguments: str) -> subprocess.CompletedProcess[str]:
         ("plan --model jobs:good --mini-batch-size 8 --devices 2 --memory-gb 1e-6 --out new.json", "What would fit"),
         ("plan --model jobs:good --mini-batch-size 8 --micro-batch-size 3 --out new.json", "sizes that do: 1, 2, 4, 8"),
         ("plan --model jobs:good --mini-batch-size 8 --out nowhere/new.json", "no folder 'nowhere'"),
+        ("train good.json --model jobs:good --keep 3", "--keep needs --checkpoint-dir"),
+        ("train good.json --model jobs:good --save-every 100", "--save-every needs --checkpoint-dir"),
         ("show missing.json", "no strategy file 'missing.json'"),
         ("show damaged.json", "damaged.json' cannot be read"),
         ("train damaged.json --model jobs:good", "plan again"),

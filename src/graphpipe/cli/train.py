@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from graphpipe.cli.launch import is_worker, launch, launch_again
 from graphpipe.cli.model_options import ModelOptions, model_options
@@ -112,10 +113,12 @@ def command(
     With --checkpoint-dir a job that was interrupted goes on where it was when it is started again, also under another
     strategy. --steps counts the steps before as well.
     """
-    if resume_from is not None and folder is None:
-        raise GraphPipeError("--resume-from needs --checkpoint-dir, the folder of the checkpoints")
-    if elastic and folder is None:
-        raise GraphPipeError("--elastic needs --checkpoint-dir, the folder of the checkpoints to go on from")
+    if folder is None:
+        given = click.get_current_context().get_parameter_source
+        for name in ("resume_from", "elastic", "save_every", "keep", "saving"):
+            if given(name) is not ParameterSource.DEFAULT:
+                option = "--" + name.replace("_", "-")
+                raise GraphPipeError(f"{option} needs --checkpoint-dir, the folder of the checkpoints")
     strategy = Strategy.load(strategy_file)
     for path in (trace, report, save):
         if path is not None and not path.parent.is_dir():
@@ -123,24 +126,27 @@ def command(
         if path is not None and path.is_dir():
             raise GraphPipeError(f"{str(path)!r} is a folder; name a file in it")
     if not is_worker():
-        options = {
+        options: dict[str, Path | int | str | None] = {
             "--trace": trace,
             "--report": report,
             "--save": save,
             "--init": init,
-            "--checkpoint-dir": folder,
-            "--save-every": save_every,
-            "--keep": keep,
-            "--saving": saving,
-            "--resume-from": None if elastic else resume_from,
         }
-        given = [text for name, value in options.items() if value is not None for text in (name, str(value))]
+        if folder is not None:
+            options |= {
+                "--checkpoint-dir": folder,
+                "--save-every": save_every,
+                "--keep": keep,
+                "--saving": saving,
+                "--resume-from": None if elastic else resume_from,
+            }
+        with_values = [text for name, value in options.items() if value is not None for text in (name, str(value))]
         arguments = [
             *("train", str(strategy_file), *model.arguments()),
             *("--steps", str(steps), "--log-every", str(log_every)),
             *("--timeout", str(timeout_s), "--stall-timeout", str(stall_timeout_s)),
             *("--verify", verify),
-            *given,
+            *with_values,
         ]
         if elastic:
             again = [*arguments, "--elastic"]
