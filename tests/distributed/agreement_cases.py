@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,9 +69,18 @@ def differ() -> dict[str, Any]:
     )
     model.factor = 2.0
     losses = [result.loss, pipeline.forward_backward(batch_of(8)).loss]
-    said = ""
-    try:
-        pipeline.step(batch_of(8, seed=rank()))
-    except GraphPipeError as error:
-        said = str(error)
+    said = [refusal(lambda: pipeline.step(batch_of(8, seed=rank())))]
+    said.append(refusal(lambda: (pipeline.step if rank() else pipeline.accumulate)(batch_of(8))))
+    if rank():
+        pipeline.update()
+    said.append(refusal(lambda: pipeline.evaluate(batch_of(8))))
     return {"sizes": sizes, "right": right, "losses": losses, "said": said, "told": told.messages}
+
+
+def refusal(run: Callable[[], object]) -> str:
+    """Return how something is refused; empty if it is not."""
+    try:
+        run()
+    except GraphPipeError as error:
+        return str(error)
+    return ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphpipe.capture import CapturedModel, capture_evaluation, capture_prediction
 from graphpipe.runtime.evaluation import Evaluation, Lower
 from graphpipe.runtime.executor import Executor
-from graphpipe.runtime.meeting import Meeting, Meetings
+from graphpipe.runtime.meeting import Meeting, Meetings, Progress
 from graphpipe.runtime.stages import shapes_of
 from graphpipe.runtime.watchdog import Watchdog
 from graphpipe.stage import StageGraph
@@ -74,12 +74,13 @@ class Evaluations:
         self._captured: dict[tuple[Meeting, str], tuple[CapturedModel, Structure | None]] = {}
         self._evaluations: dict[tuple[Meeting, str, int], Evaluation] = {}
 
-    def prepare(self, meeting: Meeting, batch: Any) -> Prepared:
+    def prepare(self, meeting: Meeting, batch: Any, progress: Progress) -> Prepared:
         """Return what to run for a batch that all ranks are given.
 
         Args:
             meeting: An evaluation or a prediction.
             batch: The batch, the same on every rank.
+            progress: How far the training is.
 
         Raises:
             CaptureError: The model cannot be captured in eval mode.
@@ -92,7 +93,7 @@ class Evaluations:
         captured, structure = self._captured[kind]
         inputs = captured.flatten_batch(batch)
         with self._watchdog.operation("the comparison of the batches"):
-            count = self._meetings.num_samples(meeting, captured, inputs, position=None)
+            count = self._meetings.num_samples(meeting, captured, inputs, progress, position=None)
         sized = (*kind, count)
         if sized not in self._evaluations:
             self._evaluations[sized] = Evaluation.of(

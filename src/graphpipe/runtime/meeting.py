@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -26,8 +27,42 @@ _NUM_COMPARED = 64
 Position = tuple[int, int]
 """The epoch and the number of a batch in it, both from 0."""
 
-# The columns of the table that ranks exchange: what they do, with which batch of how many samples, then the shapes of
-# its inputs and what is seen of their entries.
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a training has come, which is the same on every rank.
+
+    Attributes:
+        num_steps: The updates so far.
+        turn: The mini-batches since the last one.
+        updates: Whether an update follows.
+        keeps: Whether gradients of earlier mini-batches go into it.
+    """
+
+    num_steps: int
+    turn: int
+    updates: bool = False
+    keeps: bool = False
+
+    @property
+    def number(self) -> int:
+        """A number above zero that no other progress has."""
+        return 1 + (((self.num_steps << 16) + self.turn % (1 << 16)) << 2) + 2 * self.updates + self.keeps
+
+    @classmethod
+    def of(cls, number: int) -> Progress:
+        """Return the progress that has a number."""
+        counts, flags = divmod(number - 1, 4)
+        return cls(counts >> 16, counts % (1 << 16), flags >= 2, flags % 2 == 1)
+
+    def __str__(self) -> str:
+        what = "an update" if self.updates else "no update"
+        kept = ", with the gradients before," if self.keeps else ""
+        return f"mini-batch {self.turn} since {self.num_steps} updates{kept} and {what} after it"
+
+
+# The columns of the table that ranks exchange: what they do, with which batch of how many samples, how far they are,
+# then the shapes of its inputs and what is seen of their entries.
 _NUM_COLUMNS_BEFORE_INPUTS = 4
 
 
@@ -71,7 +106,12 @@ class Meetings:
         self._compared(self.rows.begin().finish([meeting]))
 
     def num_samples(
-        self, meeting: Meeting, source: StageSource, inputs: Mapping[str, Tensor], position: Position | None
+        self,
+        meeting: Meeting,
+        source: StageSource,
+        inputs: Mapping[str, Tensor],
+        progress: Progress,
+        position: Position | None,
     ) -> int:
         """Return the samples of a batch that all ranks are about to use, before any message of another size comes.
 
@@ -79,10 +119,11 @@ class Meetings:
             meeting: What they do with it.
             source: The model.
             inputs: What this rank was given of the batch.
+            progress: How far the training is.
             position: Which batch it is, if that is known.
 
         Raises:
-            GraphPipeError: A rank does something else.
+            GraphPipeError: A rank does something else, or has done.
             BatchError: Two ranks were given another batch, number of samples, or shape of an input, or other entries of
                 one among those that are looked at.
         """
@@ -101,11 +142,16 @@ class Meetings:
         samples = [
             _sample([inputs[n] for n in column]) if shape else 0 for column, shape in zip(columns, shapes, strict=True)
         ]
-        table = self._compared(begun.finish([meeting, place, count, 0, *shapes, *samples]))
+        table = self._compared(begun.finish([meeting, place, count, progress.number, *shapes, *samples]))
         for first, other, (one, another) in _differences(table[:, 1].tolist()):
             raise BatchError(
                 f"rank {first} is at {_place(one)} and rank {other} at {_place(another)}: their loaders have different "
                 "numbers of batches; give every rank as many"
+            )
+        for first, other, (one, another) in _differences(table[:, 3].tolist()):
+            raise GraphPipeError(
+                f"rank {first} is at {Progress.of(one)}, and rank {other} at {Progress.of(another)}; call step, "
+                "accumulate, forward_backward and update alike on all ranks"
             )
         for first, other, (one, another) in _differences(table[:, 2].tolist()):
             raise BatchError(

@@ -48,6 +48,7 @@ from graphpipe.runtime.meeting import (
     Meeting,
     Meetings,
     Position,
+    Progress,
     broadcast_text,
     check_batches,
 )
@@ -388,7 +389,7 @@ class Pipeline:
             CaptureError: The model cannot be captured in eval mode.
             GraphPipeError: A task failed.
         """
-        prepared = self._evaluations().prepare(Meeting.EVALUATION, batch)
+        prepared = self._evaluations().prepare(Meeting.EVALUATION, batch, Progress(self.num_steps, self._turn))
         losses = self._meetings.rows.begin()
         with self._watchdog.operation("an evaluation"):
             loss, _ = self._evaluations().run(prepared, "an evaluation")
@@ -406,7 +407,7 @@ class Pipeline:
             CaptureError: The model cannot be captured in eval mode.
             GraphPipeError: A task failed.
         """
-        prepared = self._evaluations().prepare(Meeting.PREDICTION, batch)
+        prepared = self._evaluations().prepare(Meeting.PREDICTION, batch, Progress(self.num_steps, self._turn))
         with self._watchdog.operation("a prediction"):
             _, pieces = self._evaluations().run(prepared, "a prediction")
             gathered = gather_tensors(pieces, keeps=True)
@@ -440,7 +441,8 @@ class Pipeline:
         inputs = self._source.flatten_batch(batch, self.required_inputs)
         self._executor.source = self._source.sized(inputs)
         with self._watchdog.operation("the comparison of the batches"):
-            count = self._meetings.num_samples(Meeting.MINI_BATCH, self._source, inputs, position)
+            progress = Progress(self.num_steps, self._turn, updates, keeps)
+            count = self._meetings.num_samples(Meeting.MINI_BATCH, self._source, inputs, progress, position)
             program = self._program(count)
             if not self._batches_agree:
                 check_batches(inputs)
