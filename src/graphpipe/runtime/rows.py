@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+# More rounds than are ever under way at once. gloo keeps some memory for every tag that it has seen.
+_NUM_TAGS = 16
+
+
 class Rows:
     """Shows all ranks a row of each, by way of the first: two hops, however many ranks there are.
 
@@ -29,7 +33,7 @@ class Rows:
     def begin(self) -> Round:
         """Let the rows of the others come. All ranks must begin and finish the same rounds in the same order."""
         self._num_begun += 1
-        return Round(self._group, self._num_begun, self.width)
+        return Round(self._group, self._num_begun % _NUM_TAGS, self.width)
 
 
 class Round:
@@ -37,7 +41,7 @@ class Round:
 
     Args:
         group: All ranks.
-        tag: Of the messages, another one in every round.
+        tag: Of the messages, another one than in rounds that are not finished.
         width: The numbers of a row.
     """
 
