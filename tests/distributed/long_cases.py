@@ -46,7 +46,7 @@ def heap_bytes() -> int:
 
 def two_thousand_steps() -> dict[str, Any]:
     """Train two stages, the first with a tied parameter on both devices; return what the process held by and by."""
-    # torch remembers its last 2,000 collectives, a kilobyte each: with few of them that ends before the measurement begins.
+    # torch remembers its last 2,000 collectives, a kilobyte each: with fewer that ends before the measurement begins.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "50"
     model = GraphModel([OperatorShape((), matrix="tied"), OperatorShape((0,), matrix="tied")])
     stages = tuple(Stage(operators=(f"op{i}",), micro_batch_size=2, devices=(i,)) for i in range(2))

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 # More rounds than are ever under way at once. gloo keeps some memory for every tag that it has seen.
 _NUM_TAGS = 16
 
