@@ -1,7 +1,8 @@
 """Slow and plain versions of what the planner does, to compare it with.
 
 `covers` writes out every partition of a graph that the planner's shapes of stages allow, `Oracle` scores them one by
-one. Neither shares code with the search but for the definition of the problem.
+one. `every_plan` writes out all plans there are. None shares code with the planner but for the definition of the
+problem.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from graphpipe.cost.collectives import ring_all_reduce_s
 from graphpipe.estimate import WORKSPACE_MARGIN, Estimate
 from graphpipe.planner.base import PlanningProblem
+from graphpipe.planner.costs import Choice
+from graphpipe.planner.draft import Draft, DraftStage, ordered
 from graphpipe.planner.layout import Block, Chain
 from graphpipe.schedule import Phase
-from graphpipe.stage import StageOrder
+from graphpipe.stage import Recompute, StageOrder
 from graphpipe.strategy import Strategy
 
 Part = frozenset[int]
@@ -83,6 +86,93 @@ def _side_by_side(branches: Sequence[Chain]) -> Iterator[Cover]:
             group = frozenset(first.operators).union(*(others[i].operators for i in chosen))
             for rest in _side_by_side([b for i, b in enumerate(others) if i not in chosen]):
                 yield (group, *rest)
+
+
+def divisions(items: Sequence[int]) -> Iterator[Cover]:
+    """Yield all ways to divide items into parts."""
+    if not items:
+        yield ()
+        return
+    first, others = items[0], items[1:]
+    for count in range(len(others) + 1):
+        for chosen in itertools.combinations(others, count):
+            for rest in divisions([i for i in others if i not in chosen]):
+                yield (frozenset((first, *chosen)), *rest)
+
+
+def is_circular(problem: PlanningProblem, cover: Cover) -> bool:
+    """Return whether parts feed each other in a circle: none is left that needs no other."""
+    left = list(cover)
+    while left:
+        outside = [
+            {p for u in part for p in problem.graph.predecessors[u]} & set().union(*left) - part for part in left
+        ]
+        free = [part for part, needs in zip(left, outside, strict=True) if not needs]
+        if not free:
+            return True
+        left = [part for part in left if part not in free]
+    return False
+
+
+def every_plan(problem: PlanningProblem, size: int) -> Iterator[Draft]:
+    """Yield every plan of one micro-batch size, with nothing recomputed: stages, shared devices, replicas."""
+    operators, batch = problem.graph.operators, problem.mini_batch_size
+    for cover in divisions(range(len(operators))):
+        mixes = [{operators[u].is_batch_wise for u in part} for part in cover]
+        if is_circular(problem, cover) or (size < batch and any(len(kinds) > 1 for kinds in mixes)):
+            continue
+        for groups in divisions(range(len(cover))):
+            for replicas in itertools.product(range(1, len(problem.cluster) + 1), repeat=len(groups)):
+                stages = [
+                    DraftStage(
+                        tuple(sorted(cover[x])), batch if True in mixes[x] else size, Choice(count, Recompute.NONE), g
+                    )
+                    for g, (group, count) in enumerate(zip(groups, replicas, strict=True))
+                    for x in group
+                ]
+                most = [1 if True in mixes[x] else size for group in groups for x in group]
+                fits = all(stage.choice.num_replicas <= each for stage, each in zip(stages, most, strict=True))
+                if sum(replicas) <= len(problem.cluster) and fits:
+                    yield ordered(problem.graph, stages)
+
+
+def loads(problem: PlanningProblem, plan: Draft) -> dict[int, float]:
+    """Return by group the seconds that its busiest device computes for a mini-batch."""
+    found: dict[int, float] = {}
+    for stage in plan.stages:
+        costs = problem.profile.at(-(-stage.micro_batch_size // stage.choice.num_replicas))
+        operators = list(stage.operators)
+        seconds = float(costs.forward_s[operators].sum() + costs.backward_s[operators].sum())
+        passes = problem.mini_batch_size // stage.micro_batch_size
+        found[stage.group] = found.get(stage.group, 0.0) + passes * seconds
+    return found
+
+
+def bottleneck_s(problem: PlanningProblem, plan: Draft) -> float:
+    """Return the seconds of the busiest device, or its outgoing link, on a mini-batch, with its sums of gradients.
+
+    All devices are in one node. A value is sent once to each stage that reads it.
+    """
+    graph, link = problem.graph, problem.cluster.inside_node
+    owner = {u: stage for stage in plan.stages for u in stage.operators}
+    link_s = dict.fromkeys((stage.group for stage in plan.stages), 0.0)
+    reduce_s = dict(link_s)
+    has_backward = {stage: any(graph.operators[u].has_backward for u in stage.operators) for stage in plan.stages}
+    for value in graph.values:
+        maker = owner[graph.index[value.producer]]
+        for reader in {owner[graph.index[c]] for c in value.consumers}:
+            if reader.group == maker.group:
+                continue
+            both = [(maker, True), (reader, value.carries_gradient and has_backward[maker] and has_backward[reader])]
+            for sender, sends in both:
+                passes = problem.mini_batch_size // sender.micro_batch_size
+                num_bytes = passes * value.num_bytes(sender.micro_batch_size) / sender.choice.num_replicas
+                link_s[sender.group] += sends * num_bytes / link.bandwidth_bytes_per_s
+    for stage in plan.stages:
+        # Every reader of a parameter counts it.
+        trainable = sum(graph.operators[u].trainable_bytes for u in stage.operators)
+        reduce_s[stage.group] += ring_all_reduce_s(trainable, stage.choice.num_replicas, link)
+    return max(max(load_s, link_s[g]) + reduce_s[g] for g, load_s in loads(problem, plan).items())
 
 
 class Oracle:

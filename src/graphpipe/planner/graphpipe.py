@@ -22,6 +22,7 @@ from graphpipe.planner.candidates import (
 )
 from graphpipe.planner.costs import RecomputePolicy, Setting
 from graphpipe.planner.draft import Draft, draft
+from graphpipe.planner.exhaustive import Weighing, by_bottleneck, by_time
 from graphpipe.planner.improve import Budget, changed
 from graphpipe.planner.layout import lay_out, line
 from graphpipe.planner.notes import plan_notes
@@ -122,15 +123,27 @@ class _Planning:
         self.downsets = few_downsets(self.table, FEW_DOWNSETS)
         self.sketcher = Sketcher(problem, planner.k)
         self.num_transitions = 0
+        self.num_weighed = 0
 
     def strategy(self) -> Strategy:
         attempts = _attempts(self.planner.recompute)
         for recompute in attempts:
             best, sizes = self._by_time(recompute) if self.is_by_time else self._by_bottleneck(recompute)
             self.num_transitions += sum(size.num_transitions for size in sizes)
+            best, is_best = self._weighed(best, recompute)
             if best is not None:
-                return self._finished(best, sizes)
+                return self._finished(best, sizes, is_best=is_best)
         raise nothing_fits(self.table, self.layouts, attempts[-1], self.planner.k)
+
+    def _weighed(self, best: Simulated | None, recompute: Sequence[Recompute]) -> tuple[Simulated | None, bool]:
+        """Return the best of all plans where they are few, else the best so far, and whether no plan is better."""
+        if self.downsets is None or (best is not None and self.is_late()):
+            return best, False
+        judge = by_time(self.problem) if self.is_by_time else by_bottleneck(self.sketcher)
+        weighing = Weighing(self.sketcher, self.planner.name, recompute, judge, self.is_late)
+        best, is_best = weighing.best(best)
+        self.num_weighed += weighing.num_simulations
+        return best, is_best and not self.planner.per_stage_micro_batches
 
     @property
     def is_by_time(self) -> bool:
@@ -206,14 +219,17 @@ class _Planning:
         else:
             self.progress(f"micro-batches of {size.number}: {size.iteration_s:.4g} s an iteration")
 
-    def _finished(self, best: Simulated, sizes: Sequence[_Size]) -> Strategy:
+    def _finished(self, best: Simulated, sizes: Sequence[_Size], *, is_best: bool) -> Strategy:
         by_size = {size.number: size.iteration_s for size in sizes if size.iteration_s is not None}
         by_size[best.candidate.micro_batch_size] = best.estimate.iteration_s
-        notes = plan_notes(self.problem, best.strategy, best.estimate, self.bound, by_size, knots_of(self.shape))
+        knots = knots_of(self.shape)
+        notes = plan_notes(
+            self.problem, best.strategy, best.estimate, self.bound, by_size, knots, is_best=is_best or None
+        )
         notes["micro_batch_sizes_ruled_out"] = sorted({size.number for size in sizes} - set(by_size))
         notes["search_s"] = time.process_time() - self.started_cpu_s - self.simulation_s
         notes["simulation_s"] = self.simulation_s
-        notes["candidates"] = sum(len(size.candidates) for size in sizes)
+        notes["candidates"] = sum(len(size.candidates) for size in sizes) + self.num_weighed
         notes["transitions"] = self.num_transitions
         return replace(best.strategy, notes=notes)
 

@@ -22,6 +22,7 @@ def plan_notes(
     bound: LowerBound,
     by_size: Mapping[int, float],
     knots: Sequence[Knot] = (),
+    is_best: bool | None = None,
 ) -> dict[str, Any]:
     """Return the notes of a plan.
 
@@ -33,6 +34,7 @@ def plan_notes(
         by_size: Seconds of an iteration of the best plan of each micro-batch size that was not ruled out, by playing it
             through, and of the winner's size by simulation.
         knots: The parts of the graph that were put in line.
+        is_best: Whether all plans were weighed and none is better; None where that is not known.
     """
     devices = problem.cluster.devices
     idle = [found.idle_share(d) for d in range(len(devices))]
@@ -45,6 +47,7 @@ def plan_notes(
             "work_s": bound.work_s,
             "path_s": bound.path_s,
             "ratio": found.iteration_s / bound.seconds if bound.seconds else 1.0,
+            "best_of_all_plans": is_best,
         },
         "why": _why(problem, strategy, found, idle),
         "iteration_s_by_micro_batch_size": {str(size): seconds for size, seconds in sorted(by_size.items())},

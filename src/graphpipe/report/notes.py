@@ -17,6 +17,7 @@ _KNOWN = {
     "certificate.work_s": ("lower bound by work", "s"),
     "certificate.path_s": ("lower bound by path", "s"),
     "certificate.ratio": ("iteration / lower bound", "ratio"),
+    "certificate.best_of_all_plans": ("best of all plans", ""),
     "knots": ("parts put in line", ""),
 }
 # The last word of a name that is a share.
