@@ -158,16 +158,17 @@ def fitted_limits(
         played = play(timed, rounds, [*limits[:x], limit, *limits[x + 1 :]])
         return played.is_complete(timed) and played.makespan_s <= found_s * (1 + SAME)
 
-    is_settled = False
-    while not is_settled:
-        is_settled = True
-        for x in reversed(range(len(sizes))):
-            while limits[x] > rounds[x] * sizes[x]:
-                played_tasks -= 2 * sum(timed.counts)
-                lower = _lowered(limits[x], sizes[x])
-                if played_tasks < 0 or not is_enough(x, lower):
-                    break
-                limits[x], is_settled = lower, False
+    # Round and round, until every stage was tried since the last one was lowered.
+    x, unchanged = len(sizes) - 1, 0
+    while unchanged < len(sizes):
+        unchanged += 1
+        while limits[x] > rounds[x] * sizes[x]:
+            played_tasks -= 2 * sum(timed.counts)
+            lower = _lowered(limits[x], sizes[x])
+            if played_tasks < 0 or not is_enough(x, lower):
+                break
+            limits[x], unchanged = lower, 1
+        x = (x or len(sizes)) - 1
     return tuple(limits)
 
 

@@ -199,72 +199,123 @@ def play(timed: TimedStages, rounds: Sequence[int], limits: Sequence[int]) -> Pl
     return _Player(timed, rounds, limits).play()
 
 
+class _Stage:
+    """A stage in play: what it does, and how far it is.
+
+    Attributes:
+        index: Its position among the stages.
+        pass_s: By phase, seconds of a pass.
+        last_pass_s: By phase, seconds of the last pass.
+        count: Its micro-batches.
+        has_backward: Whether a gradient flows through.
+        round: Passes in a round.
+        window: How many whole micro-batches may be between their passes.
+        last_waits: How many backward passes must have ended before the last forward pass.
+        done: By phase, the passes that were started.
+        needs: By phase, what it waits for: when passes of other stages arrive, and which of them is the last that each
+            pass needs.
+        sends: By phase, what it sends: where arrivals are noted, seconds on the link, seconds until the first byte
+            arrives, and the group that takes it.
+        backward_end_s: When its last backward pass ended.
+        forward_end_s: When each forward pass ended: stages without a backward pass hold samples until others have used
+            them.
+        held_by: The groups of the stages without a backward pass before it: they may hold their samples until a forward
+            pass of this one ends.
+    """
+
+    __slots__ = (
+        "backward_end_s",
+        "count",
+        "done",
+        "forward_end_s",
+        "has_backward",
+        "held_by",
+        "index",
+        "last_pass_s",
+        "last_waits",
+        "needs",
+        "pass_s",
+        "round",
+        "sends",
+        "window",
+    )
+
+    def __init__(self, timed: TimedStages, x: int, num_rounds: int, limit: int) -> None:
+        self.index = x
+        self.pass_s = (timed.pass_s[0][x], timed.pass_s[1][x])
+        self.last_pass_s = (timed.last_pass_s[0][x], timed.last_pass_s[1][x])
+        self.count = timed.counts[x]
+        self.has_backward = timed.has_backward[x]
+        self.round = num_rounds
+        self.window = limit // timed.sizes[x]
+        self.last_waits = -(-(timed.mini_batch_size - limit) // timed.sizes[x])
+        self.done = [0, 0]
+        self.needs: tuple[list[_Need], list[_Need]] = ([], [])
+        self.sends: tuple[list[_Message], list[_Message]] = ([], [])
+        self.backward_end_s = 0.0
+        self.forward_end_s: list[float] = []
+        self.held_by: list[int] = []
+
+
+# When passes of another stage arrive, and which of them is the last that each pass needs.
+_Need = tuple[list[float], Sequence[int]]
+# Where arrivals are noted, seconds on the link, seconds until the first byte arrives, and the group that takes it.
+_Message = tuple[list[float], float, float, int]
+
+
 class _Player:
     def __init__(self, timed: TimedStages, rounds: Sequence[int], limits: Sequence[int]) -> None:
         self.timed = timed
-        self.rounds = rounds
         self.limits = limits
-        count = len(timed.sizes)
-        self.forwards = [0] * count
-        self.backwards = [0] * count
-        # When the last backward pass ended.
-        self.backward_end_s = [0.0] * count
-        # When each forward pass ended: stages without a backward pass hold samples until others have used them.
-        self.forward_end_s: list[list[float]] = [[] for _ in range(count)]
+        self.stages = [_Stage(timed, x, rounds[x], limits[x]) for x in range(len(timed.sizes))]
         self.free_s = [0.0] * len(timed.groups)
         self.link_free_s = [0.0] * len(timed.groups)
-        # By edge, when what each pass sends is there.
-        self.activation_s: list[list[float]] = [[] for _ in timed.edges]
-        self.gradient_s: list[list[float]] = [[] for _ in timed.edges]
-        batch = timed.mini_batch_size
-        sizes = timed.sizes
-        # What a stage waits for: (arrivals by pass of the other stage, which pass is the last that is needed).
-        self.needs = [
-            [(self.activation_s[e], last_needed(sizes[x], sizes[timed.edges[e].source], batch)) for e in edges]
-            for x, edges in enumerate(timed.incoming)
-        ]
-        self.needs_back = [
-            [
-                (self.gradient_s[e], last_needed(sizes[x], sizes[timed.edges[e].target], batch))
-                for e in edges
-                if timed.edges[e].returns
-            ]
-            for x, edges in enumerate(timed.outgoing)
-        ]
         self.events: list[tuple[float, int]] = [(0.0, g) for g in range(len(timed.groups))]
+        sizes, batch, group_of = timed.sizes, timed.mini_batch_size, timed.group_of
+        for edge in timed.edges:
+            x, y = edge.source, edge.target
+            source, target = self.stages[x], self.stages[y]
+            arrival_s: list[float] = []
+            source.sends[0].append((arrival_s, edge.sent_s, edge.latency_s, group_of[y]))
+            target.needs[0].append((arrival_s, last_needed(sizes[y], sizes[x], batch)))
+            if edge.returns:
+                arrival_s = []
+                target.sends[1].append((arrival_s, edge.returned_s, edge.latency_s, group_of[x]))
+                source.needs[1].append((arrival_s, last_needed(sizes[x], sizes[y], batch)))
+            if not source.has_backward and group_of[x] != group_of[y]:
+                target.held_by.append(group_of[x])
 
     def play(self) -> Play:
         timed, events, free_s = self.timed, self.events, self.free_s
-        group_of, counts = timed.group_of, timed.counts
         orders: tuple[list[tuple[int, bool, int]], ...] = tuple([] for _ in timed.groups)
-        held_last_first = [tuple(reversed(held)) for held in timed.groups]
+        last_first = [tuple(self.stages[x] for x in reversed(held)) for held in timed.groups]
+        pop, push = heapq.heappop, heapq.heappush
         while events:
-            now, g = heapq.heappop(events)
+            now, g = pop(events)
             if now < free_s[g]:
                 continue
-            chosen = self._choose(held_last_first[g], now)
+            chosen = self._choose(last_first[g], now)
             if chosen is None:
                 continue
-            x, is_backward = chosen
-            done = self.backwards if is_backward else self.forwards
-            m = done[x]
-            done[x] = m + 1
-            is_last = m + 1 == counts[x]
-            finish_s = now + (timed.last_pass_s if is_last else timed.pass_s)[is_backward][x]
+            stage, is_backward = chosen
+            m = stage.done[is_backward]
+            stage.done[is_backward] = m + 1
+            is_last = m + 1 == stage.count
+            finish_s = now + (stage.last_pass_s if is_last else stage.pass_s)[is_backward]
             free_s[g] = finish_s
-            orders[g].append((x, is_backward, m))
-            heapq.heappush(events, (finish_s, g))
-            self._send(g, x, is_backward, finish_s)
-            if is_backward and is_last:
-                self.backward_end_s[x] = finish_s
-            if not is_backward:
-                self.forward_end_s[x].append(finish_s)
+            orders[g].append((stage.index, is_backward, m))
+            push(events, (finish_s, g))
+            self._send(g, stage.sends[is_backward], finish_s)
+            if is_backward:
+                if is_last:
+                    stage.backward_end_s = finish_s
+            else:
+                stage.forward_end_s.append(finish_s)
                 # A stage before it may hold its samples only until now.
-                for e in timed.incoming[x]:
-                    source = timed.edges[e].source
-                    if not timed.has_backward[source] and group_of[source] != g:
-                        heapq.heappush(events, (finish_s, group_of[source]))
-        return Play(orders, tuple(self.forwards), tuple(self.backwards), max(*free_s, *self._reduced_s()))
+                for other in stage.held_by:
+                    push(events, (finish_s, other))
+        forwards, backwards = (tuple(stage.done[phase] for stage in self.stages) for phase in (0, 1))
+        return Play(orders, forwards, backwards, max(*free_s, *self._reduced_s()))
 
     def _reduced_s(self) -> Iterator[float]:
         """Yield when the gradients of each group are summed: beside other stages' work, those of later stages first."""
@@ -272,70 +323,65 @@ class _Player:
             end_s = 0.0
             for x in reversed(held):
                 if self.timed.reduce_s[x]:
-                    end_s = max(end_s, self.backward_end_s[x]) + self.timed.reduce_s[x]
+                    end_s = max(end_s, self.stages[x].backward_end_s) + self.timed.reduce_s[x]
             yield end_s
 
-    def _send(self, g: int, x: int, is_backward: bool, finish_s: float) -> None:
+    def _send(self, g: int, messages: Sequence[_Message], finish_s: float) -> None:
         """Let the messages of a pass go; a link carries one at a time."""
-        timed = self.timed
-        for e in timed.incoming[x] if is_backward else timed.outgoing[x]:
-            edge = timed.edges[e]
-            if is_backward and not edge.returns:
-                continue
-            seconds = edge.returned_s if is_backward else edge.sent_s
+        for arrivals, seconds, latency_s, other in messages:
             arrival_s = finish_s
-            if seconds or edge.latency_s:
-                self.link_free_s[g] = max(finish_s, self.link_free_s[g]) + seconds
-                arrival_s = self.link_free_s[g] + edge.latency_s
-            (self.gradient_s if is_backward else self.activation_s)[e].append(arrival_s)
-            other = timed.group_of[edge.source if is_backward else edge.target]
+            if seconds or latency_s:
+                self.link_free_s[g] = free_s = max(finish_s, self.link_free_s[g]) + seconds
+                arrival_s = free_s + latency_s
+            arrivals.append(arrival_s)
             if other != g and arrival_s >= self.free_s[other]:
                 heapq.heappush(self.events, (arrival_s, other))
 
-    def _choose(self, held: Sequence[int], now: float) -> tuple[int, bool] | None:
+    def _choose(self, held: Sequence[_Stage], now: float) -> tuple[_Stage, bool] | None:
         """Return what a group runs next: backward before forward, later stages before earlier ones."""
-        timed = self.timed
-        for x in held:
-            m = self.backwards[x]
-            if m < self.forwards[x] and timed.has_backward[x] and self._round_is_forwarded(x, m):
-                for arrivals, needed in self.needs_back[x]:
+        for stage in held:
+            forwards, m = stage.done
+            if m < forwards and stage.has_backward and (stage.round == 1 or _round_is_forwarded(stage)):
+                for arrivals, needed in stage.needs[1]:
                     at = needed[m]
                     if at >= len(arrivals) or arrivals[at] > now:
                         break
                 else:
-                    return x, True
-        for x in held:
-            m = self.forwards[x]
-            if m < timed.counts[x] and self._fits(x, m, now):
-                for arrivals, needed in self.needs[x]:
-                    at = needed[m]
-                    if at >= len(arrivals) or arrivals[at] > now:
-                        break
-                else:
-                    return x, False
+                    return stage, True
+        for stage in held:
+            m, backwards = stage.done
+            if m == stage.count:
+                continue
+            if stage.has_backward:
+                if m - backwards >= stage.window and (m + 1 < stage.count or backwards < stage.last_waits):
+                    continue
+            elif not self._has_room(stage, now):
+                continue
+            for arrivals, needed in stage.needs[0]:
+                at = needed[m]
+                if at >= len(arrivals) or arrivals[at] > now:
+                    break
+            else:
+                return stage, False
         return None
 
-    def _round_is_forwarded(self, x: int, m: int) -> bool:
-        end_of_round = (m // self.rounds[x] + 1) * self.rounds[x]
-        return self.forwards[x] >= min(self.timed.counts[x], end_of_round)
-
-    def _fits(self, x: int, m: int, now: float) -> bool:
-        size, batch = self.timed.sizes[x], self.timed.mini_batch_size
-        stop = min((m + 1) * size, batch)
+    def _has_room(self, stage: _Stage, now: float) -> bool:
+        """Return whether a stage without a backward pass has room: the stages after it have used what it held."""
+        batch, size, x = self.timed.mini_batch_size, self.timed.sizes[stage.index], stage.index
+        stop = min((stage.done[0] + 1) * size, batch)
         if stop <= self.limits[x]:
             return True
-        if self.timed.has_backward[x]:
-            return stop - min(self.backwards[x] * size, batch) <= self.limits[x]
-        return stop - self._passed_on(x, now) <= self.limits[x]
-
-    def _passed_on(self, x: int, now: float) -> int:
-        """Return the samples that a stage without a backward pass holds no more: the stages after it have used them."""
-        batch, sizes = self.timed.mini_batch_size, self.timed.sizes
-        targets = [self.timed.edges[e].target for e in self.timed.outgoing[x]]
-        found = min(self.forwards[x] * sizes[x], batch)
-        for y in targets:
-            m = self.forwards[y]
-            while m and self.forward_end_s[y][m - 1] > now:
+        found = min(stage.done[0] * size, batch)
+        for e in self.timed.outgoing[x]:
+            y = self.timed.edges[e].target
+            after = self.stages[y]
+            m = after.done[0]
+            while m and after.forward_end_s[m - 1] > now:
                 m -= 1
-            found = min(found, m * sizes[y], batch)
-        return found
+            found = min(found, m * self.timed.sizes[y], batch)
+        return stop - found <= self.limits[x]
+
+
+def _round_is_forwarded(stage: _Stage) -> bool:
+    end_of_round = (stage.done[1] // stage.round + 1) * stage.round
+    return stage.done[0] >= min(stage.count, end_of_round)
