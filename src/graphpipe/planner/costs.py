@@ -21,8 +21,8 @@ from graphpipe.planner.operators import Floats, OperatorTable
 from graphpipe.stage import Recompute
 
 Ints = NDArray[np.int64]
-# No cluster is as deep as the largest of them.
-Levels = NDArray[np.int16]
+# As small as they can be: searches go over millions of them.
+Levels = NDArray[np.signedinteger[Any]]
 
 # Buffers of a stage, in micro-batches: receives are posted two passes ahead, and gradients on their way out are awaited
 # four passes later (the windows of `graphpipe.program.lower`, and the pass that runs).
@@ -158,7 +158,13 @@ class StageTables:
     @cached_property
     def steps(self) -> list[int]:
         """The levels, ascending, at which some stage stops to fit."""
-        return [int(level) for level in np.unique(self.levels)]
+        steps: list[int] = np.flatnonzero(np.bincount(self.levels.ravel())).tolist()
+        return steps
+
+    @cached_property
+    def mixes(self) -> bool:
+        """Whether some stage only runs at the last level."""
+        return bool(self.only_last.any())
 
     def sliced(self, *where: slice) -> StageTables:
         """Return a part of the stages."""
@@ -175,7 +181,7 @@ def stage_tables(setting: Setting, sums: Sums, sizes: Sequence[int]) -> StageTab
         sizes: What the first axis of the sums by size stands for.
     """
     shape = (len(setting.choices), *sums.is_batch_wise.shape)
-    seconds, levels = np.empty(shape), np.empty(shape, dtype=np.int16)
+    seconds, levels = np.empty(shape), np.empty(shape, dtype=np.min_scalar_type(-setting.num_levels - 1))
     mixes = bool(sums.is_batch_wise.any())
     for c, choice in enumerate(setting.choices):
         at = sizes.index(setting.local_size(choice.num_replicas))
@@ -223,7 +229,7 @@ def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Levels:
     ahead = RECEIVE_BUFFERS * received
     found = (free - ahead) / np.maximum(each_round, 1e-9)
     np.clip(found, 0, last - 1, out=found)
-    levels: Levels = found.astype(np.int16)
+    levels: Levels = found.astype(np.min_scalar_type(-last - 1))
     if (last - 1) * k + RECEIVE_BUFFERS > count:
         # There are no more receives than micro-batches, which the line above doesn't know.
         levels[(free >= (last - 1) * k * saved + count * received) & (free >= ahead)] = last - 1
@@ -231,5 +237,5 @@ def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Levels:
     if not sums.has_backward.all():
         # Nothing waits for a backward pass that never comes.
         passes_on = free - saved >= min(count, RECEIVE_BUFFERS + 1) * received
-        levels = np.where(sums.has_backward, levels, np.where(passes_on, last, 0)).astype(np.int16)
+        levels = np.where(sums.has_backward, levels, np.where(passes_on, last, 0)).astype(levels.dtype)
     return levels

@@ -39,6 +39,8 @@ Devices = NDArray[np.int32]
 
 # More devices than any cluster has; a thousand of them still fit into 32 bits.
 NEVER = np.int32(1 << 20)
+# So many positions of a chain are done together where one depends on the next.
+NEIGHBOURS = 32
 
 
 def least(setting: Setting, sums: Devices, axis: int) -> Devices:
@@ -61,7 +63,7 @@ class StageDevices:
         self.setting = setting
         self.tables = tables
         # ``[choices, ...]`` the highest level of a choice that keeps to the target, or of one with fewer devices.
-        self.levels = tables.levels * (tables.seconds <= target_s)
+        self.levels = tables.levels * (tables.seconds <= target_s).view(np.int8)
         for fewer, more in pairwise(self.levels):
             np.maximum(more, fewer, out=more)
         replicas = [choice.num_replicas for choice in setting.choices]
@@ -76,7 +78,7 @@ class StageDevices:
         if (step, is_last) not in self._known:
             # As many choices as are at a lower level come before the first one that is possible.
             found = self._devices.take((self.levels < level).view(np.uint8).sum(axis=0, dtype=np.uint8))
-            if not is_last:
+            if not is_last and self.tables.mixes:
                 found[self.tables.only_last] = NEVER
             self._known[step, is_last] = found
         return self._known[step, is_last]
@@ -144,7 +146,7 @@ class ChainTables:
             if level > reach and not self.transits and np.array_equal(now, before):
                 # More samples in flight are of no use: higher levels allow no other stages.
                 found[:, level + 1 : last] = now[:, None]
-                if afters[-1] < last and not self.stages.tables.only_last.any():
+                if afters[-1] < last and not self.stages.tables.mixes:
                     found[:, last] = now
                     return found
                 break
@@ -152,7 +154,9 @@ class ChainTables:
         now = found[:, last]
         np.minimum(now, found[:, last - 1], out=now)
         stages = self.stages.at(last)
-        for start in reversed(range(n)):
+        if not self.transits:
+            self._follow(now, stages)
+        for start in reversed(range(n)) if self.transits else ():
             np.minimum(now[:, start], least(self.setting, stages[start] + now, 1), out=now[:, start])
             for transit in self.transits:
                 if transit.start == start:
@@ -160,6 +164,26 @@ class ChainTables:
                     best = least(self.setting, ways + found[:, transit.block.afters, transit.stop], 1)
                     now[:, start] = np.minimum(now[:, start], best)
         return np.minimum(found, NEVER)
+
+    def _follow(self, now: Devices, stages: Devices) -> None:
+        """Let stages of the last level follow each other, the last ones first.
+
+        Positions that are near each other are done together, again and again until nothing changes: few stages follow
+        each other within them.
+
+        Args:
+            now: ``[..., n + 1]`` fewest devices from each position on, changed in place.
+            stages: ``[n + 1, n + 1]`` the devices of each run.
+        """
+        for stop in range(self.space.num_items, 0, -NEIGHBOURS):
+            here = slice(max(0, stop - NEIGHBOURS), stop)
+            part, inner = now[:, here], stages[here, here]
+            best = least(self.setting, stages[here, stop:] + now[:, None, stop:], 2)
+            np.minimum(part, best, out=part)
+            best = least(self.setting, inner + part[:, None], 2)
+            while (best < part).any():
+                np.minimum(part, best, out=part)
+                best = least(self.setting, inner + part[:, None], 2)
 
     @staticmethod
     def _through(transit: Transit, level: int, below: int) -> Devices:
@@ -170,19 +194,27 @@ class ChainTables:
         found = np.full((last + 1, last + 1, n + 1), NEVER, dtype=np.int32)
         for after in range(last + 1):
             found[after:, after, 0] = 0
-        now = found[:, last]
+        now = found[last:, last]
         stages = self.stages.at(last)
-        for stop in range(1, n + 1):
+        if not self.transits:
+            self._follow(now[:, ::-1], stages.T[::-1, ::-1])
+        for stop in range(1, n + 1) if self.transits else ():
             np.minimum(now[:, stop], least(self.setting, now + stages[:, stop], 1), out=now[:, stop])
             self._pass_blocks(found, last, stop)
+        top = last
         for after in reversed(range(last)):
             # The first stages are above what comes after them.
-            now, above = found[after + 1 :, after], found[after + 1 :, after + 1]
+            now, above = found[after + 1 : top + 1, after], found[after + 1 : top + 1, after + 1]
             np.minimum(now, above, out=now)
             stages = self.stages.at(after + 1)
             np.minimum(now, least(self.setting, above[:, :, None] + stages, 1), out=now)
             for stop in {transit.stop for transit in self.transits}:
                 self._pass_blocks(found, after, stop)
+            if not self.transits:
+                # A first level that is of no use here is of no use to what is made of this.
+                found[top + 1 :, after] = found[top, after]
+                while top > after + 1 and np.array_equal(found[top, after], found[top - 1, after]):
+                    top -= 1
         return np.minimum(found, NEVER)
 
     def _pass_blocks(self, found: Devices, after: int, stop: int) -> None:
