@@ -25,6 +25,7 @@ Source:
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -110,6 +111,49 @@ class Transit:
     block: BlockTables
 
 
+class Passages:
+    """All ways through a block, to look at together.
+
+    Attributes:
+        block: The block's tables.
+        devices: ``[levels, afters, ways]`` fewest devices, ways by start.
+        starts: The items of the chain before them, each number once.
+        firsts: Where the ways of each start begin, and how many ways there are.
+        stops: ``[ways]`` the items of the chain before what follows them.
+        settled: From this level to the one before the last, all levels are the same.
+    """
+
+    def __init__(self, block: BlockTables, transits: Sequence[Transit]) -> None:
+        self.block = block
+        ways = sorted(transits, key=lambda way: way.start)
+        self.devices = np.stack([way.devices for way in ways], axis=2)
+        self.stops = np.array([way.stop for way in ways])
+        self.starts = sorted({way.start for way in ways})
+        self.firsts = [bisect_left(ways, start, key=lambda way: way.start) for start in self.starts] + [len(ways)]
+        last = block.setting.num_levels
+        changes = np.flatnonzero((self.devices[1:last] != self.devices[: last - 1]).any(axis=(1, 2)))
+        within = bisect_left(block.space.afters, last)
+        self.settled = max(block.space.afters[within - 1] + 1, int(changes[-1]) + 1 if len(changes) else 0)
+
+    def best(self, found: Devices, level: int) -> Devices:
+        """Return ``[..., starts]`` the fewest devices of ways whose first stages are at a level below the last.
+
+        Args:
+            found: ``[..., levels, n + 1]`` fewest devices of what follows.
+            level: The level.
+        """
+        count = bisect_left(self.block.space.afters, level)
+        sums = found[:, self.block.afters[:count, None], self.stops] + self.devices[level, :count]
+        return np.minimum.reduceat(least(self.block.setting, sums, 1), self.firsts[:-1], axis=1)
+
+    def best_at_last(self, found: Devices, start: int) -> Devices:
+        """Return ``[...]`` the fewest devices of the ways from a start whose first stages are at the last level."""
+        at = self.starts.index(start)
+        here = slice(self.firsts[at], self.firsts[at + 1])
+        sums = found[:, self.block.afters[:, None], self.stops[here]] + self.devices[-1, :, here]
+        return least(self.block.setting, sums.reshape(len(found), -1), 1)
+
+
 class ChainTables:
     """Fewest devices for the ends, and on request the beginnings, of a chain.
 
@@ -122,9 +166,14 @@ class ChainTables:
         self.space = space
         self.setting = space.setting
         self.stages = StageDevices(space.setting, space.tables, target_s)
-        self.transits = [
-            transit for block in space.blocks for transit in BlockTables(block, target_s).transits(space.num_items)
-        ]
+        self.transits: list[Transit] = []
+        self.passages: list[Passages] = []
+        for each in space.blocks:
+            block = BlockTables(each, target_s)
+            transits = block.transits(space.num_items)
+            if transits:
+                self.transits += transits
+                self.passages.append(Passages(block, transits))
         self.suffix = self._suffix()
         self.prefix = self._prefix() if space.needs_prefix else None
 
@@ -132,6 +181,7 @@ class ChainTables:
         last, n = self.setting.num_levels, self.space.num_items
         afters = self.space.afters
         reach = max((after for after in afters if after < last), default=0)
+        settled = max([reach, *(ways.settled for ways in self.passages)])
         found = np.full((len(afters), last + 1, n + 1), NEVER, dtype=np.int32)
         for a, after in enumerate(afters):
             found[a, after:, n] = 0
@@ -139,14 +189,12 @@ class ChainTables:
             now, before = found[:, level], found[:, level - 1]
             np.minimum(now, before, out=now)
             np.minimum(now, least(self.setting, self.stages.at(level) + before[:, None, :], 2), out=now)
-            for transit in self.transits:
-                ways = self._through(transit, level, level)
-                best = least(self.setting, ways + found[:, transit.block.afters[: len(ways)], transit.stop], 1)
-                now[:, transit.start] = np.minimum(now[:, transit.start], best)
-            if level > reach and not self.transits and np.array_equal(now, before):
+            for ways in self.passages:
+                now[:, ways.starts] = np.minimum(now[:, ways.starts], ways.best(found, level))
+            if level > settled and np.array_equal(now, before):
                 # More samples in flight are of no use: higher levels allow no other stages.
                 found[:, level + 1 : last] = now[:, None]
-                if afters[-1] < last and not self.stages.tables.mixes:
+                if afters[-1] < last and not self.stages.tables.mixes and not self.passages:
                     found[:, last] = now
                     return found
                 break
@@ -158,11 +206,9 @@ class ChainTables:
             self._follow(now, stages)
         for start in reversed(range(n)) if self.transits else ():
             np.minimum(now[:, start], least(self.setting, stages[start] + now, 1), out=now[:, start])
-            for transit in self.transits:
-                if transit.start == start:
-                    ways = self._through(transit, last, last + 1)
-                    best = least(self.setting, ways + found[:, transit.block.afters, transit.stop], 1)
-                    now[:, start] = np.minimum(now[:, start], best)
+            for ways in self.passages:
+                if start in ways.starts:
+                    now[:, start] = np.minimum(now[:, start], ways.best_at_last(found, start))
         return np.minimum(found, NEVER)
 
     def _follow(self, now: Devices, stages: Devices) -> None:
@@ -184,10 +230,6 @@ class ChainTables:
             while (best < part).any():
                 np.minimum(part, best, out=part)
                 best = least(self.setting, inner + part[:, None], 2)
-
-    @staticmethod
-    def _through(transit: Transit, level: int, below: int) -> Devices:
-        return transit.devices[level, : bisect_left(transit.block.space.afters, below)]
 
     def _prefix(self) -> Devices:
         last, n = self.setting.num_levels, self.space.num_items
