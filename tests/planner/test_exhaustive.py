@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpipe.cluster import Cluster
+from graphpipe.cost import SGD, Profile
 from graphpipe.estimate import estimate
+from graphpipe.graph import ComputationGraph, Operator, Parameter, Value
 from graphpipe.planner import exhaustive
 from graphpipe.planner.base import PlanningProblem
 from graphpipe.planner.candidates import Candidate, simulated
+from graphpipe.planner.costs import Choice
+from graphpipe.planner.draft import Draft, DraftStage
 from graphpipe.planner.exhaustive import AllPlans, Bounds, Effort
 from graphpipe.planner.graphpipe import GraphPipePlanner
 from graphpipe.planner.sketch import Sketcher
@@ -82,8 +87,47 @@ def test_the_bound_of_a_balanced_pipeline_is_what_it_takes() -> None:
     assert Bounds(problem).least_s(plan) == pytest.approx(found.estimate.iteration_s, rel=1e-9)
 
 
+def test_a_value_that_does_not_depend_on_the_batch_comes_from_the_smaller_share() -> None:
+    # Of three samples the first replica takes one and the last one two.
+    values = (Value(name="v", producer="op0", consumers=("op1",), bytes_per_sample=0, fixed_bytes=1),)
+    problem = small(values, Parameter("a", 8), Parameter("b", 8), mini_batch_size=3)
+    plan = Draft((DraftStage((0,), 3, TWO, 0), DraftStage((1,), 3, ONE, 1)))
+    assert Bounds(problem).least_s(plan) <= iteration_s(problem, plan)
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    values = (Value(name="v", producer="op0", consumers=("op1",), bytes_per_sample=1),)
+    problem = small(values, Parameter("shared", 10**9), Parameter("shared", 10**9), mini_batch_size=2)
+    plan = Draft((DraftStage((0, 1), 2, TWO, 0),))
+    assert Bounds(problem).least_s(plan) <= iteration_s(problem, plan)
+    assert plan in set(AllPlans(problem, 2, (Recompute.NONE,), MANY).below(float("inf")))
+
+
+ONE, TWO = (Choice(count, Recompute.NONE) for count in (1, 2))
+
+
+def small(values: tuple[Value, ...], *parameters: Parameter, mini_batch_size: int) -> PlanningProblem:
+    """An operator for each parameter, a second a sample and pass; three devices with memory for three times 1 GB."""
+    operators = tuple(Operator(name=f"op{u}", parameters=(each,)) for u, each in enumerate(parameters))
+    graph = ComputationGraph("small", operators, values)
+    ones = np.ones((1, len(operators)))
+    return PlanningProblem(
+        graph=graph,
+        profile=Profile(tuple(o.name for o in operators), (1,), ones, ones, 0 * ones),
+        cluster=Cluster.uniform(3, memory_bytes=3 * 10**9, inside_node=LINKS[0]),
+        mini_batch_size=mini_batch_size,
+        optimizer=SGD,
+    )
+
+
+def iteration_s(problem: PlanningProblem, plan: Draft) -> float:
+    """Return the seconds of an iteration by simulation."""
+    found = simulated(problem, Candidate(Sketcher(problem).sketch(plan), problem.mini_batch_size), "test", 1)
+    assert found is not None
+    return found.estimate.iteration_s
+
+
 def test_what_is_weighed_is_better_than_what_the_search_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A plan with a slow search: every device may only hold a stage that the tables of fewest devices prefer.
     problem = towers(2, 2, num_devices=3, mini_batch_size=4, sizes=(1, 2, 4))
     weighed = GraphPipePlanner().plan(problem).notes
     assert weighed["certificate"]["best_of_all_plans"] is True

@@ -43,8 +43,8 @@ def test_every_strategy_is_valid(problem: PlanningProblem) -> None:
     assert Strategy.from_json(json.loads(json.dumps(strategy.to_json()))).stages.stages == strategy.stages.stages
 
 
-@given(problems(computation_graphs(random_edges(4)), max_devices=3, memory_bytes=(1000, 2000, 10**9)))
-@settings(max_examples=40, deadline=None)
+@given(problems(computation_graphs(random_edges(5)), max_devices=3, memory_bytes=(1000, 2000, 10**9)))
+@settings(max_examples=60, deadline=None)
 def test_the_iteration_time_equals_that_of_brute_force(problem: PlanningProblem) -> None:
     try:
         strategy = GraphPipePlanner(recompute=RecomputePolicy.NEVER).plan(problem)
@@ -64,8 +64,8 @@ def test_the_iteration_time_equals_that_of_brute_force(problem: PlanningProblem)
     assert reached
 
 
-@given(problems(computation_graphs(random_edges(4)), max_devices=3))
-@settings(max_examples=40, deadline=None)
+@given(problems(computation_graphs(random_edges(5)), max_devices=3))
+@settings(max_examples=60, deadline=None)
 def test_the_bottleneck_equals_that_of_brute_force(problem: PlanningProblem) -> None:
     one_node = Cluster.uniform(len(problem.cluster), memory_bytes=10**9, inside_node=problem.cluster.inside_node)
     problem = replace(problem, cluster=one_node)
