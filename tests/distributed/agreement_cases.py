@@ -12,6 +12,7 @@ from torch import nn
 
 from graphpipe.capture import capture
 from graphpipe.errors import GraphPipeError
+from graphpipe.runtime.meeting import Meeting, Meetings
 from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.process_group import connect, rank
 from graphpipe.runtime.rows import Rows
@@ -44,11 +45,11 @@ def rows() -> dict[str, Any]:
     connect()
     shown = Rows(3, datetime.timedelta(seconds=30))
     first, second = shown.begin(), shown.begin()
-    numbers = [1e16, 1.0, -1e16]
+    meetings, numbers = Meetings(1, datetime.timedelta(seconds=30)), [1e16, 1.0, -1e16]
     return {
         "second": second.finish([rank() + 1, -(1 << 60)]).tolist(),
         "first": first.finish([10 * rank(), 7, 8]).tolist(),
-        "sum": shown.begin().finish_sum(numbers[rank()]),
+        "sum": meetings.total(meetings.begin(), Meeting.LOSS, numbers[rank()]),
     }
 
 
@@ -71,9 +72,8 @@ def differ() -> dict[str, Any]:
     losses = [result.loss, pipeline.forward_backward(batch_of(8)).loss]
     said = [refusal(lambda: pipeline.step(batch_of(8, seed=rank())))]
     said.append(refusal(lambda: (pipeline.step if rank() else pipeline.accumulate)(batch_of(8))))
-    if rank():
-        pipeline.update()
-    said.append(refusal(lambda: pipeline.evaluate(batch_of(8))))
+    said.append(refusal(pipeline.update if rank() else lambda: pipeline.evaluate(batch_of(8))))
+    said.append(refusal(pipeline.gather_gradients if rank() else pipeline.gather_parameters))
     return {"sizes": sizes, "right": right, "losses": losses, "said": said, "told": told.messages}
 
 

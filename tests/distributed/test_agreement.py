@@ -15,14 +15,14 @@ def test_ranks_that_were_given_different_things() -> None:
         assert result["sizes"] == [4, 2]  # Rank 0's.
         assert result["right"]
         assert result["losses"][0] == result["losses"][1]  # A number that the capture has read stays.
-        other_batch, other_call, other_updates = result["said"]
+        other_batch, other_call, other_work, other_gathering = result["said"]
         assert other_batch.startswith("ranks 0 and 1 were given different tensors for input 'x'")
         assert other_call.startswith(
             "rank 0 is at mini-batch 2 since 0 updates and no update after it, and rank 1 at mini-batch 2 since 0 "
             "updates and an update after it; call step"
         )
-        assert "mini-batch 2 since 0 updates and no" in other_updates
-        assert "mini-batch 0 since 1 updates and no" in other_updates
+        assert other_work.startswith("rank 0 begins an evaluation and rank 1 an update; all ranks do the same")
+        assert other_gathering.startswith("rank 0 begins a gathering and rank 1 a gathering of gradients")
     (told,) = results[0]["told"]
     assert told.startswith(
         "factor of the model was 1.0 when the model was captured and is 2.0 now; training goes on with"

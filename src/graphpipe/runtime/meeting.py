@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from torch import Tensor
 from graphpipe.capture.specs import ValueSpec
 from graphpipe.errors import BatchError, GraphPipeError
 from graphpipe.runtime.process_group import rank
-from graphpipe.runtime.rows import Rows
+from graphpipe.runtime.rows import Round, Rows
 from graphpipe.runtime.stages import StageSource
 
 _SAME_BATCH = (
@@ -75,12 +77,21 @@ class Meeting(IntEnum):
     GATHERING = 4
     TRACE = 5
     CHECKPOINT = 6
+    UPDATE = 7
+    GRADIENTS = 8
+    LOSS = 9
+    NORM = 10
 
     def __str__(self) -> str:
         """Return what it is called in messages."""
-        return {Meeting.MINI_BATCH: "a mini-batch", Meeting.EVALUATION: "an evaluation"}.get(
-            self, f"a {self.name.lower()}"
-        )
+        return {
+            Meeting.MINI_BATCH: "a mini-batch",
+            Meeting.EVALUATION: "an evaluation",
+            Meeting.UPDATE: "an update",
+            Meeting.GRADIENTS: "a gathering of gradients",
+            Meeting.LOSS: "the sum of the loss",
+            Meeting.NORM: "the norm of the gradients",
+        }.get(self, f"a {self.name.lower()}")
 
 
 class Meetings:
@@ -95,15 +106,33 @@ class Meetings:
     def __init__(self, num_inputs: int, timeout: datetime.timedelta) -> None:
         self._num_inputs = max(1, num_inputs)
         # One size for all meetings, so that any two meet.
-        self.rows = Rows(_NUM_COLUMNS_BEFORE_INPUTS + 2 * self._num_inputs, timeout)
+        self._rows = Rows(_NUM_COLUMNS_BEFORE_INPUTS + 2 * self._num_inputs, timeout)
 
-    def meet(self, meeting: Meeting) -> None:
+    def meet(self, meeting: Meeting, progress: Progress | None = None) -> None:
         """Return once all ranks do the same.
 
+        Args:
+            meeting: What they do.
+            progress: How far the training is, where that matters.
+
         Raises:
-            GraphPipeError: One does something else.
+            GraphPipeError: One does something else, or has done.
         """
-        self._compared(self.rows.begin().finish([meeting]))
+        self._compared(self._rows.begin().finish([meeting, 0, 0, 0 if progress is None else progress.number]))
+
+    def begin(self) -> Round:
+        """Let the numbers of a sum come; `total` ends it. All ranks begin and end the same ones in the same order."""
+        return self._rows.begin()
+
+    def total(self, begun: Round, meeting: Meeting, number: float) -> float:
+        """Return the sum of a number of every rank, added in the order of ranks: the same one on all.
+
+        Raises:
+            GraphPipeError: A rank does something else.
+        """
+        bits = torch.tensor([number], dtype=torch.float64).view(torch.int64).tolist()
+        table = self._compared(begun.finish([meeting, *bits]))
+        return float(table[:, 1].contiguous().view(torch.float64).sum())
 
     def num_samples(
         self,
@@ -138,20 +167,16 @@ class Meetings:
         # One more than the batch's place, since 0 stands for a rank that says nothing.
         place = 0 if position is None else (epoch << 32) + number + 1
         # From here on nothing can fail on one rank alone.
-        begun = self.rows.begin()
+        begun = self._rows.begin()
         samples = [
-            _sample([inputs[n] for n in column]) if shape else 0 for column, shape in zip(columns, shapes, strict=True)
+            digest_of_some([inputs[n] for n in column], progress.number) if shape else 0
+            for column, shape in zip(columns, shapes, strict=True)
         ]
         table = self._compared(begun.finish([meeting, place, count, progress.number, *shapes, *samples]))
         for first, other, (one, another) in _differences(table[:, 1].tolist()):
             raise BatchError(
                 f"rank {first} is at {_place(one)} and rank {other} at {_place(another)}: their loaders have different "
                 "numbers of batches; give every rank as many"
-            )
-        for first, other, (one, another) in _differences(table[:, 3].tolist()):
-            raise GraphPipeError(
-                f"rank {first} is at {Progress.of(one)}, and rank {other} at {Progress.of(another)}; call step, "
-                "accumulate, forward_backward and update alike on all ranks"
             )
         for first, other, (one, another) in _differences(table[:, 2].tolist()):
             raise BatchError(
@@ -184,6 +209,13 @@ class Meetings:
                 f"rank {first} begins {Meeting(one)} and rank {other} {Meeting(another)}; all ranks do the same in the "
                 "same order: do their loaders have different numbers of batches?"
             )
+        if table[0, 0] in (Meeting.LOSS, Meeting.NORM):
+            return table
+        for first, other, (one, another) in _differences(table[:, 3].tolist()):
+            raise GraphPipeError(
+                f"rank {first} is at {Progress.of(one)}, and rank {other} at {Progress.of(another)}; call step, "
+                "accumulate, forward_backward and update alike on all ranks"
+            )
         return table
 
 
@@ -207,18 +239,37 @@ def _number(inputs: list[tuple[ValueSpec, Tensor]]) -> int:
     return 1 + int(hashlib.sha256(str(shapes).encode()).hexdigest()[:15], 16)
 
 
-def _sample(tensors: list[Tensor]) -> int:
-    """Return a number above zero that follows from some entries of tensors, spread over all of them."""
+def digest_of_some(tensors: list[Tensor], shift: int) -> int:
+    """Return a number above zero that follows from some entries of tensors.
+
+    Args:
+        tensors: Of any shape and type.
+        shift: By how much the places of the entries are moved, so that every step looks at other ones.
+    """
     found = hashlib.sha256()
     for tensor in tensors:
-        step = max(1, tensor.numel() // _NUM_COMPARED)
+        count = tensor.numel()
+        places = (_spread(count, tensor.device) + shift % max(1, count)) % max(1, count)
         if tensor.is_contiguous():
-            entries = tensor.detach().view(-1)[::step]
+            entries = tensor.detach().view(-1)[places]
         else:
-            places = torch.unravel_index(torch.arange(0, tensor.numel(), step, device=tensor.device), tensor.shape)
-            entries = tensor.detach()[places]
+            entries = tensor.detach()[torch.unravel_index(places, tensor.shape)]
         found.update(entries.cpu().contiguous().view(torch.uint8).numpy().data)
     return 1 + int(found.hexdigest()[:15], 16)
+
+
+@lru_cache(maxsize=256)
+def _spread(count: int, device: torch.device) -> Tensor:
+    """Return places among a number of entries, spread so that no column of a table is met again and again.
+
+    Even steps would be: with 64 of them the first token or pixel of each sample may be all that is looked at.
+    """
+    golden = (math.sqrt(5) - 1) / 2
+    if count > _NUM_COMPARED:
+        places = [int(count * (i * golden % 1)) for i in range(_NUM_COMPARED)]
+    else:
+        places = list(range(count))
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def check_shared(

@@ -367,6 +367,11 @@ class Pipeline:
         The gradients stay until the next mini-batch, which starts afresh.
         """
         self._built()
+        with self._watchdog.operation("the comparison of the updates"):
+            self._meetings.meet(Meeting.UPDATE, self._progress(keeps=self._has_accumulated))
+        return self._updated()
+
+    def _updated(self) -> UpdateResult:
         assert self._update is not None
         result = self._update.apply()
         if self._sharing is not None:
@@ -389,8 +394,8 @@ class Pipeline:
             CaptureError: The model cannot be captured in eval mode.
             GraphPipeError: A task failed.
         """
-        prepared = self._evaluations().prepare(Meeting.EVALUATION, batch, Progress(self.num_steps, self._turn))
-        losses = self._meetings.rows.begin()
+        prepared = self._evaluations().prepare(Meeting.EVALUATION, batch, self._progress())
+        losses = self._meetings.begin()
         with self._watchdog.operation("an evaluation"):
             loss, _ = self._evaluations().run(prepared, "an evaluation")
         return EvaluationResult(self._total_loss(losses, loss), prepared.num_samples)
@@ -407,7 +412,7 @@ class Pipeline:
             CaptureError: The model cannot be captured in eval mode.
             GraphPipeError: A task failed.
         """
-        prepared = self._evaluations().prepare(Meeting.PREDICTION, batch, Progress(self.num_steps, self._turn))
+        prepared = self._evaluations().prepare(Meeting.PREDICTION, batch, self._progress())
         with self._watchdog.operation("a prediction"):
             _, pieces = self._evaluations().run(prepared, "a prediction")
             gathered = gather_tensors(pieces, keeps=True)
@@ -428,6 +433,9 @@ class Pipeline:
             stages, kfkb(stages), num_devices=len(self.strategy.cluster), matching=self._transport_kind.matching
         )
 
+    def _progress(self, *, updates: bool = False, keeps: bool = False) -> Progress:
+        return Progress(self.num_steps, self._turn, updates, keeps)
+
     @property
     def has_accumulated(self) -> bool:
         """Whether there are gradients of `accumulate` that no update has used."""
@@ -441,7 +449,7 @@ class Pipeline:
         inputs = self._source.flatten_batch(batch, self.required_inputs)
         self._executor.source = self._source.sized(inputs)
         with self._watchdog.operation("the comparison of the batches"):
-            progress = Progress(self.num_steps, self._turn, updates, keeps)
+            progress = self._progress(updates=updates, keeps=keeps)
             count = self._meetings.num_samples(Meeting.MINI_BATCH, self._source, inputs, progress, position)
             program = self._program(count)
             if not self._batches_agree:
@@ -462,10 +470,10 @@ class Pipeline:
 
         def finish() -> None:
             self._complete_gradients(before)
-            finished.append(self.update() if updates else UpdateResult())
+            finished.append(self._updated() if updates else UpdateResult())
 
         self._executor.first_place = self._watchdog.place(program, rank(), shapes_of(inputs))
-        losses = self._meetings.rows.begin()
+        losses = self._meetings.begin()
         with self._watchdog.step(self.num_steps + 1):
             loss = self._executor.run(program, inputs, finish if updates else None)
             if not finished:  # also on a rank without a stage, whose program is empty
@@ -475,11 +483,11 @@ class Pipeline:
 
     def _total_loss(self, losses: Round, own: Tensor) -> float:
         with self._watchdog.operation("the sum of the loss"):
-            return losses.finish_sum(float(own))
+            return self._meetings.total(losses, Meeting.LOSS, float(own))
 
     def _sum_of_squares(self, own: float) -> float:
         with self._watchdog.operation("the norm of the gradients"):
-            return self._meetings.rows.begin().finish_sum(own)
+            return self._meetings.total(self._meetings.begin(), Meeting.NORM, own)
 
     def _check_autocast(self, source: StageSource) -> None:
         ambient = Autocast.ambient()
@@ -624,18 +632,22 @@ class Pipeline:
 
     def gather_gradients(self) -> dict[str, Tensor]:
         """Return the gradient of every parameter that has one, dense, on every rank. All ranks must call this."""
-        return self._gather({n: p.grad.to_dense() for n, p in self._built().parameters.items() if p.grad is not None})
+        mine = {n: p.grad.to_dense() for n, p in self._built().parameters.items() if p.grad is not None}
+        return self._gather(mine, meeting=Meeting.GRADIENTS)
 
-    def _gather(self, mine: Mapping[str, Tensor], ranks: Sequence[int] | None = None) -> dict[str, Tensor]:
+    def _gather(
+        self, mine: Mapping[str, Tensor], ranks: Sequence[int] | None = None, meeting: Meeting = Meeting.GATHERING
+    ) -> dict[str, Tensor]:
         """Let each tensor's lowest rank broadcast it. Names, shapes and types travel as text.
 
         Args:
             mine: This rank's tensors.
             ranks: Those that keep what they get; by default all.
+            meeting: What all ranks gather.
         """
         self._built()
         with self._watchdog.operation("the gathering of tensors", FILES_TIMEOUT):
-            self._meetings.meet(Meeting.GATHERING)
+            self._meetings.meet(meeting)
             return gather_tensors(mine, keeps=ranks is None or rank() in ranks)
 
     def trace(self) -> Trace:

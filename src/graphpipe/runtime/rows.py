@@ -74,11 +74,6 @@ class Round:
             work.wait()
         return self._table
 
-    def finish_sum(self, number: float) -> float:
-        """Return the sum of a number of every rank, added in the order of ranks: the same one on all."""
-        row = torch.tensor([number], dtype=torch.float64).view(torch.int64).tolist()
-        return float(self.finish(row)[:, :1].contiguous().view(torch.float64).sum())
-
     def _wait(self) -> None:
         for work in self._receiving:
             work.wait()
