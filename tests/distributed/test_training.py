@@ -114,6 +114,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(precision: list[dict[st
         assert result["unchanged"] == [True, True, False, False]
         assert result["parameter"] < 1e-2
         assert result["resumed"]
+        assert result["accumulated"] < 2e-2
 
 
 def test_evaluation_and_prediction_are_those_of_the_model_in_eval_mode() -> None:

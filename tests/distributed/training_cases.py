@@ -96,7 +96,7 @@ def train_both(
     )
     reference = optimizer(list(alone.named_parameters()))
     schedule = None if lr_scheduler is None else lr_scheduler(reference)
-    errors, norms, expected_norms = 0.0, [], []
+    errors, copies, norms, expected_norms = 0.0, True, [], []
     rates: list[list[float]] = []
     expected_rates: list[list[float]] = []
     for start in range(0, len(batches), accumulated):
@@ -110,6 +110,7 @@ def train_both(
         reference.step()
         for batch in group[:-1]:
             pipeline.accumulate(batch)
+            pipeline.evaluate(batch)  # is to leave what was accumulated as it is
         result = pipeline.step(group[-1])
         norms.append(result.gradient_norm)
         if isinstance(schedule, ReduceLROnPlateau):
@@ -123,7 +124,7 @@ def train_both(
             if parameter.grad is not None:
                 errors = max(errors, relative(gradients[name], parameter.grad))
             errors = max(errors, relative(parameters[name], parameter.detach()))
-        copies = all(torch.equal(parameters[n], p.detach()) for n, p in pipeline.parameters.items())
+        copies = copies and all(torch.equal(parameters[n], p.detach()) for n, p in pipeline.parameters.items())
         if pipeline.optimizer is not None:
             rates.append([group["lr"] for group in pipeline.optimizer.param_groups])
             expected_rates.append([group["lr"] for group in reference.param_groups])
@@ -357,13 +358,23 @@ def float16(folder: str) -> dict[str, Any]:
             checkpoints.restore()
         resumed.step(batches[3])
         assert resumed.loss_scaler is not None
+        same = all(torch.equal(p, pipeline.parameters[n]) for n, p in resumed.parameters.items())
+        same = same and resumed.loss_scaler.state_dict() == pipeline.loss_scaler.state_dict()
+        reference.zero_grad()
+        torch.clear_autocast_cache()
+        for batch in batches[2:]:
+            scaler.scale(eager_loss(alone, batch)).backward()
+        scaler.unscale_(reference)
+        pipeline.accumulate(batches[2])
+        pipeline.step(batches[3])
+        gradients = pipeline.gather_gradients()
     return {
         "rows": rows,
         "expected": expected,
         "unchanged": unchanged,
         "finite_here": finite,
-        "resumed": resumed.loss_scaler.state_dict() == pipeline.loss_scaler.state_dict()
-        and all(torch.equal(p, pipeline.parameters[n]) for n, p in resumed.parameters.items()),
+        "resumed": same,
+        "accumulated": max(relative(gradients[n], p.grad) for n, p in alone.named_parameters() if p.grad is not None),
         "parameter": max(relative(after[n], p.detach()) for n, p in alone.named_parameters()),
     }
 

@@ -59,3 +59,20 @@ def test_each_change_is_told_once_by_its_name() -> None:
 def test_a_model_with_its_own_loss_and_a_loss_that_is_no_function_are_watched_too() -> None:
     assert FrozenNumbers(Net(), None).changed() == []
     assert FrozenNumbers(Net(), nn.MSELoss()).changed() == []
+
+
+mean = 0.0
+
+
+def test_methods_are_not_taken_for_variables_and_numbers_may_become_tensors() -> None:
+    factor: Any = 2.0
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.mean() * factor
+
+    numbers = FrozenNumbers(Net(), loss)
+    globals()["mean"] = 1.0
+    factor = torch.ones(2)
+    ((what, before, now),) = numbers.changed()
+    assert (what, before) == ("factor of the loss", 2.0)
+    assert now is factor

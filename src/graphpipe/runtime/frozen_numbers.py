@@ -6,6 +6,7 @@ weight of the loss that the training loop changes, as in annealing, would be wit
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
@@ -36,7 +37,7 @@ class FrozenNumbers:
         found = []
         for i, ((what, read), before) in enumerate(zip(self._watched, self._values, strict=True)):
             now = read()
-            if now is not before and now != before:
+            if now is not before and not (_is_plain(now) and now == before):
                 found.append((i, what, before, now))
         for i, *_ in reversed(found):
             del self._watched[i], self._values[i]
@@ -75,7 +76,8 @@ def _variables(loss_fn: Callable[..., Any] | None) -> Iterator[tuple[str, Any]]:
     if isinstance(loss_fn, FunctionType):
         for name, cell in zip(loss_fn.__code__.co_freevars, loss_fn.__closure__ or (), strict=True):
             yield name, _content(cell)
-        for name in loss_fn.__code__.co_names:
+        # The code's own list of names has those of attributes and methods as well.
+        for name in {i.argval for i in dis.get_instructions(loss_fn) if i.opname == "LOAD_GLOBAL"}:
             yield name, loss_fn.__globals__.get(name)
 
 

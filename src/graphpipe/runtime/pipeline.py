@@ -527,7 +527,8 @@ class Pipeline:
         expected: Reference | str = "its parameters come from a checkpoint, of which each rank has read its own"
         if self.has_whole_model and not self.num_steps:
             with self._watchdog.operation("the comparison with one process"):
-                expected = reference_step(source, batch, self._loss_fn, draws)
+                loss_fn = source.loss_fn if isinstance(source, CapturedModel) else self._loss_fn
+                expected = reference_step(source, batch, loss_fn, draws)
         if isinstance(expected, str):
             if verify is Verify.AUTO:
                 _log.info("the first step is not compared with one process: %s", expected)
