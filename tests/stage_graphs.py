@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -70,6 +71,15 @@ def make_strategy(
         cluster=Cluster.uniform(num_devices or 1 + max(stages.devices), memory_bytes=10**9),
         optimizer=optimizer,
     )
+
+
+def frozen_first(edges: Edges, mini_batch_size: int) -> StageGraph:
+    """Return stages of which the first is frozen: no gradient comes back to it."""
+    stages = make_stages(edges, mini_batch_size=mini_batch_size)
+    graph = stages.graph
+    operators = (replace(graph.operators[0], has_backward=False, parameters=()), *graph.operators[1:])
+    values = tuple(replace(v, carries_gradient=v.producer != "o0") for v in graph.values)
+    return StageGraph(ComputationGraph("frozen", operators, values), stages.stages, mini_batch_size)
 
 
 CHAIN_3 = ((0, 1), (1, 2))

@@ -8,7 +8,7 @@ from graphpipe.cost import SGD
 from graphpipe.errors import PlanningError
 from graphpipe.estimate import check_memory, estimate, format_bytes
 from graphpipe.stage import Recompute, StageGraph
-from tests.stage_graphs import CHAIN_3, TWO_TOWERS, make_stages, make_strategy
+from tests.stage_graphs import CHAIN_3, TWO_TOWERS, frozen_first, make_stages, make_strategy
 
 
 def test_memory_of_a_chain_by_hand() -> None:
@@ -25,6 +25,17 @@ def test_memory_does_not_grow_with_the_micro_batches() -> None:
         m: estimate(make_strategy(make_stages(CHAIN_3, mini_batch_size=2 * m, sizes=2))).peak_bytes for m in (8, 32)
     }
     assert peaks[8] == peaks[32]
+
+
+def test_a_frozen_stage_holds_a_few_of_the_values_that_it_sends_however_many_there_are() -> None:
+    held = [
+        estimate(make_strategy(frozen_first(CHAIN_3, mini_batch_size))).memory[0].activations
+        for mini_batch_size in (4, 16, 64)
+    ]
+    # The 10 bytes of the pass that runs, and values of 4 bytes: those of all passes before it, or four and the one by
+    # which the stage is ahead of its reader.
+    assert held[0] == 10 + 3 * 4
+    assert held[1] == held[2] == 10 + 5 * 4
 
 
 def test_branches_hold_less_than_their_chain() -> None:

@@ -64,7 +64,8 @@ def peak_memory(program: Program, model: CostModel) -> tuple[MemoryParts, ...]:
 
     Counted are parameters, gradients and optimizer state of every parameter that a device holds, each once; from a
     task's forward pass to its backward pass what its operators save (under recomputation only while the backward pass
-    runs) and what it received; gradients that are on their way. What a stage sends forward is part of what it saves.
+    runs) and what it received; gradients, and values of stages without a backward pass, that are on their way. What
+    other stages send forward is part of what they save.
     The batch itself is not counted.
 
     Returns:
@@ -101,14 +102,18 @@ class _ActivationWalk:
                 case Compute(task, _, samples):
                     self._compute(task, len(samples))
                 case Send(message):
-                    if message.phase is Phase.BACKWARD and not message.is_local:
+                    if self._is_held(message) and not message.is_local:
                         self._add(message.num_bytes)
                 case AwaitSend(message):
-                    if message.phase is Phase.BACKWARD:
+                    if self._is_held(message):
                         self._add(-message.num_bytes)
                 case _:
                     pass
         return self.highest
+
+    def _is_held(self, message: Message) -> bool:
+        """Whether only the message holds what it brings; a stage with a backward pass saves what it sends forward."""
+        return message.phase is Phase.BACKWARD or not self.stages.has_backward[message.source.stage]
 
     def _receive(self, message: Message) -> None:
         self.received[message.target] = self.received.get(message.target, 0.0) + message.num_bytes

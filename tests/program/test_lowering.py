@@ -20,7 +20,7 @@ from graphpipe.program import (
 )
 from graphpipe.schedule import Phase, Task, kfkb
 from graphpipe.stage import StageGraph
-from tests.stage_graphs import CHAIN_3, DIAMOND, TWO_TOWERS, make_stages
+from tests.stage_graphs import CHAIN_3, DIAMOND, TWO_TOWERS, frozen_first, make_stages
 
 
 @pytest.mark.parametrize("matching", Matching)
@@ -110,3 +110,13 @@ def test_receives_are_posted_once_nothing_is_left_to_give() -> None:
     for i in posts[2:]:
         assert isinstance(own[i - 1], Send)
         assert isinstance(own[i + 1], AwaitReceive)
+
+
+def test_a_stage_without_backward_pass_runs_ahead_of_its_last_reader_and_little_more() -> None:
+    # 0 is frozen, and also read three stages later: it is let three passes ahead of that one, and four on their way.
+    stages = frozen_first(((0, 1), (1, 2), (2, 3), (0, 3)), mini_batch_size=32)
+    on_the_way = most = 0
+    for instruction in lower(stages, kfkb(stages)).instructions[0]:
+        on_the_way += isinstance(instruction, Send) - isinstance(instruction, AwaitSend)
+        most = max(most, on_the_way)
+    assert most == 2 * (3 + 4 + 1)

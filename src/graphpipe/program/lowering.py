@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from graphpipe.errors import DeadlockError
 from graphpipe.program.deadlock import check_deadlock
@@ -48,7 +49,8 @@ def lower(
         schedule: The order of tasks on every device.
         num_devices: How many devices there are; by default as many as the stages need.
         receive_window: The passes of a stage ahead of which its receives are posted; each holds its buffer meanwhile.
-        send_window: The backward passes of a stage for which it keeps gradients that are on their way.
+        send_window: The passes of a stage for which it keeps gradients that are on their way; values too, if it has no
+            backward pass, besides those that its readers have not come to yet.
         matching: How the transport matches sends with receives.
         costs: Where order matters, messages are ordered by when these say that they are produced; any costs are right,
             and good ones let less wait. By default a backward pass takes twice a forward pass.
@@ -64,8 +66,8 @@ def lower(
     try:
         check_deadlock(by_tag)
     except DeadlockError:
-        # The order may be sound and only the wait for gradients that are on their way be in the circle: a device that
-        # takes them late lets others wait that it needs itself. Then they are awaited when the mini-batch ends.
+        # The order may be sound and only the wait for what is on its way be in the circle: a device that takes it late
+        # lets others wait that it needs itself. Then it is awaited when the mini-batch ends.
         send_window = stages.mini_batch_size
         by_tag = plan.program(receive_window, send_window, None)
         check_deadlock(by_tag)
@@ -85,7 +87,7 @@ def lower(
 _ByTask = dict[tuple[Task, int], list[Message]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Plan:
     """What the lists of all devices are written from."""
 
@@ -96,6 +98,22 @@ class _Plan:
     incoming: _ByTask
     outgoing: _ByTask
     reductions: tuple[_ReadyReduction, ...]
+
+    @cached_property
+    def passes_ahead(self) -> list[int]:
+        """By stage, how many passes it is ahead of the last stage that reads from it, where all stages work at once."""
+        stages = self.stages
+        found = [0] * len(stages.stages)
+        for x in range(len(found)):
+            distance = {x: 0}
+            for edge in stages.edges:  # By source: whatever leads to it has been seen.
+                if edge.source in distance:
+                    distance[edge.target] = max(distance.get(edge.target, 0), distance[edge.source] + 1)
+            for edge in stages.edges:
+                if edge.source == x:
+                    size, other = (stages.stages[y].micro_batch_size for y in (x, edge.target))
+                    found[x] = max(found[x], distance[edge.target] * max(1, -(-other // size)))
+        return found
 
     @classmethod
     def of(cls, stages: StageGraph, schedule: Schedule, num_devices: int | None, matching: Matching) -> _Plan:
@@ -267,7 +285,12 @@ class _DeviceLowering:
         """Keep sends that nothing answers, and await the oldest once too many passes are on their way."""
         held = self.unanswerable.setdefault((task.stage, task.phase), [])
         held.append(sent)
-        if task.phase is Phase.BACKWARD and len(held) > self.send_window:
+        window = self.send_window
+        if task.phase is Phase.FORWARD:
+            if self.plan.stages.has_backward[task.stage]:
+                return  # No more passes are ahead than samples may be in flight.
+            window += self.plan.passes_ahead[task.stage]
+        if len(held) > window:
             self.out.extend(map(AwaitSend, held.pop(0)))
 
 
