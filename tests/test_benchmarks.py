@@ -156,7 +156,11 @@ def test_the_least_bytes_count_a_value_once_a_device() -> None:
     graph = replace(stages.graph, values=(one_value,))
     program = lower(StageGraph(graph, stages.stages, 6), kfkb(stages))
     assert sum(m.num_bytes for m in program.messages) == 2 * (24 + 24)
-    assert runtime.least_bytes(program) == 24 + 24
+    assert runtime.least_bytes(program.stages) == 24 + 24
+    # A reader beside the producer needs no message, and replicas of the producer send a half each.
+    beside = StageGraph(graph, (*stages.stages[:2], replace(stages.stages[2], devices=(0,))), 6)
+    halves = StageGraph(graph, (replace(stages.stages[0], devices=(0, 2)), *stages.stages[1:]), 6)
+    assert runtime.least_bytes(beside) == runtime.least_bytes(halves) == 24 + 24
 
 
 def test_the_runtime_s_figures_are_quotients_of_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
