@@ -50,6 +50,7 @@ class Job:
         compilation: How `torch.compile` compiles each stage; None to run stages as they are.
         batches: Makes the batches to train with; every rank gets the same ones.
         init: For a model on the meta device: where its parameters get their values.
+        free_sizes: The sizes that may differ from batch to batch, as `graphpipe.capture.capture` takes them.
         sample_axes: Where the samples of inputs are, if not along axis 0, as `graphpipe.capture.capture` takes it.
         split_points: Paths of modules to divide the model at.
         keep_whole: Paths of modules that are one operator each.
@@ -66,6 +67,7 @@ class Job:
     compilation: Compilation | None = None
     batches: Callable[[], Iterable[Any]] | None = None
     init: Init | None = None
+    free_sizes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     sample_axes: Mapping[str, int | None] = field(default_factory=dict)
     split_points: Sequence[str] = ()
     keep_whole: Sequence[str] = ()
@@ -89,6 +91,7 @@ def plan(
     optimizer: OptimizerCost = ADAM,
     planner: Planner | None = None,
     profile: Profile | None = None,
+    free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
     split_points: Sequence[str] = (),
     keep_whole: Sequence[str] = (),
@@ -109,6 +112,8 @@ def plan(
         profile: What the operators cost; by default they are measured here, or taken from the cache on disk. Those of
             a model on the meta device, which has nothing to measure with, are computed from the peak rates of the
             cluster's first device.
+        free_sizes: The sizes that may differ from batch to batch, as `graphpipe.capture.capture` takes them. A plan is
+            made for those of the example batch; for a model that has been captured, say so there.
         sample_axes: Where the samples of inputs are, if not along axis 0, as `graphpipe.capture.capture` takes it; for
             a model that has been captured, say so there.
         split_points: Paths of modules to divide the model at; for a model that has been captured, say so there.
@@ -131,6 +136,7 @@ def plan(
             model,
             example_batch,
             loss_fn=loss_fn,
+            free_sizes=free_sizes,
             sample_axes=sample_axes,
             split_points=split_points,
             keep_whole=keep_whole,
@@ -224,6 +230,7 @@ def verify(
     *,
     loss_fn: LossFunction | None = None,
     tolerance: float | None = None,
+    free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
     split_points: Sequence[str] = (),
     keep_whole: Sequence[str] = (),
@@ -241,6 +248,7 @@ def verify(
         loss_fn: As it was given to `plan`.
         tolerance: Relative; by default 1e-9 for a model in float64, 1e-4 in float32 and 5e-2 under autocast, where
             micro-batches round elsewhere.
+        free_sizes: As they were given to `plan`.
         sample_axes: As they were given to `plan`.
         split_points: As they were given to `plan`.
         keep_whole: As it was given to `plan`.
@@ -264,6 +272,7 @@ def verify(
         own,
         batch,
         loss_fn=loss_fn,
+        free_sizes=free_sizes,
         sample_axes=sample_axes,
         split_points=split_points,
         keep_whole=keep_whole,

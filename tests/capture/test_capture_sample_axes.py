@@ -66,8 +66,8 @@ def test_a_batch_is_made_longer_along_its_sample_axes(captured: CapturedModel) -
 
 
 def test_the_number_of_samples_is_no_part_of_the_kind_of_a_batch(captured: CapturedModel) -> None:
-    assert captured.kind_of(batch_of(3)) == captured.kind_of(batch_of(8))
-    assert captured.kind_of(batch_of(3)) != captured.kind_of(batch_of(3, length=6))
+    assert captured.kind_of(batch_of(3), {}) == captured.kind_of(batch_of(8), {})
+    assert captured.kind_of(batch_of(3), {}) != captured.kind_of(batch_of(3, length=6), {})
 
 
 def test_a_wrong_batch_is_told(captured: CapturedModel) -> None:

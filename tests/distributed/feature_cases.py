@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from graphpipe.capture import capture
+from graphpipe.runtime import evaluations
 from graphpipe.runtime.compilation import Compilation
 from graphpipe.runtime.pipeline import Pipeline
 from graphpipe.runtime.process_transports import TransportKind
@@ -89,14 +91,14 @@ class SequenceFirst(nn.Module):
 
 
 SEQUENCE_AXES = {"tokens": 1, "positions": None}
+SEQUENCE_SIZES = {"tokens": {0: "length"}, "positions": {0: "length"}}
 
 
-def sequence_first_of(num_samples: int, seed: int) -> dict[str, Tensor]:
-    """Return a batch of sequences as long as the first batch has samples."""
+def sequence_first_of(num_samples: int, length: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        "tokens": torch.randn(6, num_samples, 4, generator=generator),
-        "positions": torch.randn(6, 4, generator=generator),
+        "tokens": torch.randn(length, num_samples, 4, generator=generator),
+        "positions": torch.randn(length, 4, generator=generator),
         "scale": torch.tensor(0.7),
         "labels": torch.randn(num_samples, generator=generator),
     }
@@ -107,29 +109,40 @@ def score_error(output: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
 
 
 def other_axes() -> dict[str, Any]:
-    """Train, evaluate and predict where samples are along axis 1 of one input and a second input has none."""
+    """Train, evaluate and predict where samples are along axis 1 of one input and a second has none, in any length."""
     model, alone = SequenceFirst(), SequenceFirst()
-    batches = [sequence_first_of(n, seed) for seed, n in enumerate((6, 5, 8))]
-    captured = capture(model, batches[0], loss_fn=score_error, sample_axes=SEQUENCE_AXES)
+    # The first is as long as it has samples. One that is as short as an export can keep is captured by itself.
+    batches = [sequence_first_of(*sizes, seed) for seed, sizes in enumerate(((6, 6), (5, 6), (8, 3), (6, 1), (6, 9)))]
+    axes: dict[str, Any] = {"free_sizes": SEQUENCE_SIZES, "sample_axes": SEQUENCE_AXES}
+    captured = capture(model, batches[0], loss_fn=score_error, **axes)
     strategy = hand_made(captured, [("first", 2, (0,)), ("second", 3, (1, 2)), ("", 4, (0,))], 6)
-    options: dict[str, Any] = {"loss_fn": score_error, "sample_axes": SEQUENCE_AXES, "optimizer": sgd}
-    pipeline = Pipeline(model, strategy, example_batch=batches[0], transport=parity.kind, **options)
+    options: dict[str, Any] = {"loss_fn": score_error, "optimizer": sgd, "transport": parity.kind}
+    pipeline = Pipeline(model, strategy, example_batch=batches[0], **axes, **options)
     optimizer = sgd(alone.parameters())
     errors: dict[str, list[float]] = {"train": [], "evaluation": [], "prediction": []}
-    for batch in batches:
-        output = alone(*(batch[name] for name in ("tokens", "positions", "scale")))
-        loss = score_error(output, batch)
-        errors["evaluation"].append(relative(torch.tensor(pipeline.evaluate(batch).loss), loss.detach()))
-        predicted = pipeline.predict({name: batch[name] for name in ("tokens", "positions", "scale")})
-        pairs = zip(pytree.tree_leaves(predicted), pytree.tree_leaves(output), strict=True)
-        errors["prediction"] += [relative(found, expected.detach()) for found, expected in pairs]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        errors["train"].append(relative(torch.tensor(pipeline.step(batch).loss), loss.detach()))
-        gradients = pipeline.gather_gradients()
-        errors["train"] += [relative(gradients[n], p.grad) for n, p in alone.named_parameters() if p.grad is not None]
-    return {name: max(found) for name, found in errors.items()}
+    with (
+        mock.patch.object(evaluations, "capture_evaluation", wraps=evaluations.capture_evaluation) as evaluated,
+        mock.patch.object(evaluations, "capture_prediction", wraps=evaluations.capture_prediction) as predicted,
+    ):
+        for batch in batches:
+            output = alone(*(batch[name] for name in ("tokens", "positions", "scale")))
+            loss = score_error(output, batch)
+            errors["evaluation"].append(relative(torch.tensor(pipeline.evaluate(batch).loss), loss.detach()))
+            found = pipeline.predict({name: batch[name] for name in ("tokens", "positions", "scale")})
+            pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(output), strict=True)
+            errors["prediction"] += [relative(a, b.detach()) for a, b in pairs]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            errors["train"].append(relative(torch.tensor(pipeline.step(batch).loss), loss.detach()))
+            gradients = pipeline.gather_gradients()
+            errors["train"] += [
+                relative(gradients[n], p.grad) for n, p in alone.named_parameters() if p.grad is not None
+            ]
+    return {
+        "errors": {name: max(found) for name, found in errors.items()},
+        "captures": [evaluated.call_count, predicted.call_count],
+    }
 
 
 class Tokens(nn.Module):

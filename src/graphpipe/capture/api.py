@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphpipe.capture.accounting import account
 from graphpipe.capture.autocast import Autocast
-from graphpipe.capture.batch import BatchLayout, resize
+from graphpipe.capture.batch import BatchLayout, means_any, resize, tensor_names
 from graphpipe.capture.captured import CapturedModel
 from graphpipe.capture.classes import Kind
 from graphpipe.capture.describe import describe
@@ -108,6 +108,7 @@ def capture_evaluation(
     example_batch: Any,
     *,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
 ) -> CapturedModel:
     """Return a model in eval mode and its loss as a graph of operators, none of which has a backward pass.
@@ -115,7 +116,9 @@ def capture_evaluation(
     The arguments and errors are those of `capture`.
     """
     with without_gradients(model):
-        return capture(model, example_batch, loss_fn=loss_fn, mode=Mode.EVAL, sample_axes=sample_axes)
+        return capture(
+            model, example_batch, loss_fn=loss_fn, mode=Mode.EVAL, free_sizes=free_sizes, sample_axes=sample_axes
+        )
 
 
 def capture_prediction(
@@ -123,16 +126,18 @@ def capture_prediction(
     example_batch: Any,
     *,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
 ) -> tuple[CapturedModel, Callable[[Sequence[Tensor]], Any]]:
     """Return a model in eval mode with what it returns, and what puts the tensors of `outputs` into that structure.
 
     The arguments and errors are those of `capture`; the batch may lack what only `loss_fn` reads, of which
-    `sample_axes` may tell all the same.
+    `free_sizes` and `sample_axes` may tell all the same.
     """
-    inputs = flat_batch(model, example_batch)[0].inputs
-    own_axes = {name: axis for name, axis in sample_axes.items() if name in inputs}
-    layout, tensors = flat_batch(model, example_batch, sample_axes=own_axes)
+    inputs = tensor_names(example_batch, _positional_names(model, example_batch))
+    own_sizes = {name: axes for name, axes in free_sizes.items() if means_any(name, inputs)}
+    own_axes = {name: axis for name, axis in sample_axes.items() if means_any(name, inputs)}
+    layout, tensors = flat_batch(model, example_batch, own_sizes, own_axes)
     wishes = Wishes.of(model, (), ())
     shape = OutputShape()
     wrapper = ModelOutputs(model, layout, loss_fn or _unused_loss, shape)
@@ -239,11 +244,14 @@ def flat_batch(
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
 ) -> tuple[BatchLayout, dict[str, Tensor]]:
     """Return the layout of an example batch, and its tensors by name."""
-    names: list[str] = []
-    if not isinstance(example_batch, Mapping):
-        names = positional_names(model, 1 if isinstance(example_batch, Tensor) else len(example_batch))
-    layout = BatchLayout.of(example_batch, names, free_sizes, sample_axes)
+    layout = BatchLayout.of(example_batch, _positional_names(model, example_batch), free_sizes, sample_axes)
     return layout, layout.flatten(example_batch)
+
+
+def _positional_names(model: nn.Module, batch: Any) -> list[str]:
+    if isinstance(batch, Mapping):
+        return []
+    return positional_names(model, 1 if isinstance(batch, Tensor) else len(batch))
 
 
 def _loss_reduction(kind: Kind, is_batch_wise: bool) -> LossReduction:

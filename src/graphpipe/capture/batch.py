@@ -162,16 +162,27 @@ class BatchLayout:
             )
         return next(iter(counts.values()), 0)
 
-    def kind_of(self, batch: Any) -> str:
-        """Return what a capture of a batch depends on: names, types, values, and shapes but for the samples."""
+    def kind_of(self, batch: Any, free_axes: Mapping[str, Mapping[int, str]]) -> str:
+        """Return what a capture of a batch depends on: names, types, values, and sizes that are not free."""
         told = []
         for name, leaf in _flatten(batch, self.entries).leaves:
             if isinstance(leaf, Tensor):
                 axis = self.sample_axes.get(name, 0)
-                told.append(f"{name} {leaf.dtype} {[s for i, s in enumerate(leaf.shape) if i != axis]}")
+                open_axes = free_axes.get(name, {})
+                sizes = [open_axes.get(i, s) for i, s in enumerate(leaf.shape) if i != axis]
+                told.append(f"{name} {leaf.dtype} {sizes}")
             else:
                 told.append(f"{name} {leaf!r}")
         return "; ".join(told)
+
+    def free_sizes_of(self, batch: Any) -> dict[str, dict[int, str]]:
+        """Return the free axes of a batch that another capture can leave free; an export keeps sizes of 1."""
+        found: dict[str, dict[int, str]] = {}
+        for name, leaf in _flatten(batch, self.entries).leaves:
+            if isinstance(leaf, Tensor):
+                axes = {i: n for i, n in self.free_axes.get(name, {}).items() if i < leaf.dim() and leaf.shape[i] > 1}
+                found |= {name: axes} if axes else {}
+        return found
 
     @property
     def sample_axes(self) -> dict[str, int | None]:
@@ -269,13 +280,23 @@ def _free_axes(tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, st
     return found
 
 
+def tensor_names(batch: Any, positional_names: Sequence[str]) -> list[str]:
+    """Return the names of the tensors of a batch."""
+    return [name for name, leaf in _flatten(batch, positional_names).leaves if isinstance(leaf, Tensor)]
+
+
+def means_any(key: str, names: Iterable[str]) -> bool:
+    """Whether a name means one of some inputs: the one of that name, or one of the entry of that name."""
+    return any(name == key or name.startswith(key + ".") for name in names)
+
+
 def _meant(key: str, tensors: Mapping[str, Tensor], why: str) -> list[str]:
     """The inputs that a name means: the one of that name, or those of the entry of that name.
 
     Raises:
         CaptureError: There is none.
     """
-    names = [name for name in tensors if name == key or name.startswith(key + ".")]
+    names = [name for name in tensors if means_any(key, [name])]
     if not names:
         raise CaptureError(f"there is no input `{key}`, {why}{_hint(key, tensors, 'did you mean')}")
     return names

@@ -130,9 +130,26 @@ class CapturedModel:
         """The axis that holds the samples of each input, None for one that does not depend on the batch."""
         return self._layout.sample_axes
 
-    def kind_of(self, batch: Any) -> str:
-        """Return what another capture of a batch would depend on besides the model: all but the number of samples."""
-        return self._layout.kind_of(batch)
+    @property
+    def free_sizes(self) -> Mapping[str, Mapping[int, str]]:
+        """By input, the names of the sizes that may differ from batch to batch, by axis."""
+        return self._layout.free_axes
+
+    def kind_of(self, batch: Any, free_sizes: Mapping[str, Mapping[int, str]]) -> str:
+        """Return what another capture of a batch would depend on besides the model.
+
+        Args:
+            batch: The batch.
+            free_sizes: The sizes that it would not depend on, nor on the number of samples.
+        """
+        return self._layout.kind_of(batch, free_sizes)
+
+    def free_sizes_of(self, batch: Any) -> Mapping[str, Mapping[int, str]]:
+        """Return the sizes that another capture of a batch can leave open, as `capture` takes them.
+
+        These are the free ones of the inputs that the batch has, but for sizes of 1, which an exported graph keeps.
+        """
+        return self._layout.free_sizes_of(batch)
 
     def num_samples(self, flat: Mapping[str, Tensor]) -> int:
         """Return the number of samples of a flat batch; 0 if none of its tensors holds any.

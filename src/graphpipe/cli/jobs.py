@@ -65,7 +65,7 @@ class Batches:
 
 def tile(job: Job, num_samples: int) -> Any:
     """Return a job's example batch with its samples repeated or cut to `num_samples`."""
-    layout, tensors = flat_batch(job.model, job.example_batch, sample_axes=job.sample_axes)
+    layout, tensors = flat_batch(job.model, job.example_batch, job.free_sizes, job.sample_axes)
     found = iter(resize(layout, tensors, num_samples).values())
     batch = dict(job.example_batch) if isinstance(job.example_batch, Mapping) else job.example_batch
     return pytree.tree_map(lambda leaf: next(found) if isinstance(leaf, Tensor) else leaf, batch)

@@ -71,6 +71,7 @@ def command(
             micro_batch_sizes=sizes,
             optimizer={"adam": cost.ADAM, "momentum": cost.MOMENTUM, "sgd": cost.SGD}[optimizer],
             planner=make_planner(planner),
+            free_sizes=job.free_sizes,
             sample_axes=job.sample_axes,
             split_points=job.split_points,
             keep_whole=job.keep_whole,

@@ -57,6 +57,7 @@ def _show_model(model: ModelOptions, svg: Path | None, *, every_operator: bool) 
         job.model,
         job.example_batch,
         loss_fn=job.loss_fn,
+        free_sizes=job.free_sizes,
         sample_axes=job.sample_axes,
         split_points=job.split_points,
         keep_whole=job.keep_whole,

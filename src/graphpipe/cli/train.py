@@ -185,6 +185,7 @@ def command(
             timeout=datetime.timedelta(seconds=timeout_s),
             stall_timeout=datetime.timedelta(seconds=stall_timeout_s),
             init=job.init,
+            free_sizes=job.free_sizes,
             sample_axes=job.sample_axes,
             split_points=job.split_points,
             keep_whole=job.keep_whole,

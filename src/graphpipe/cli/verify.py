@@ -37,6 +37,7 @@ def command(strategy_file: Path, model: ModelOptions) -> None:
             strategy,
             batch,
             loss_fn=job.loss_fn,
+            free_sizes=job.free_sizes,
             sample_axes=job.sample_axes,
             split_points=job.split_points,
             keep_whole=job.keep_whole,

@@ -177,6 +177,7 @@ class Evaluation:
 
     def run(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this rank's part of the loss, and of the outputs by ``name start stop``."""
+        self.executor.source = self.captured.sized(inputs)
         tensors = dict((*self.captured.model.named_parameters(), *self.captured.model.named_buffers()))
         with torch.no_grad():
             for name, source in self.sent.items():

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from graphpipe.capture import CapturedModel, capture_evaluation, capture_prediction
+from graphpipe.errors import CaptureError
 from graphpipe.runtime.evaluation import Evaluation, Lower
 from graphpipe.runtime.executor import Executor
 from graphpipe.runtime.meeting import Meeting, Meetings, Progress
@@ -17,6 +18,7 @@ from graphpipe.runtime.watchdog import Watchdog
 from graphpipe.stage import StageGraph
 
 Structure = Callable[[Sequence[Tensor]], Any]
+_Kind = tuple[Meeting, str]
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,9 @@ class Evaluations:
         self._meetings = meetings
         self._watchdog = watchdog
         self._lower = lower
-        self._captured: dict[tuple[Meeting, str], tuple[CapturedModel, Structure | None]] = {}
-        self._evaluations: dict[tuple[Meeting, str, int], Evaluation] = {}
+        # None where sizes that are free in training cannot be so in eval mode.
+        self._captured: dict[_Kind, tuple[CapturedModel, Structure | None] | None] = {}
+        self._evaluations: dict[tuple[_Kind, int], Evaluation] = {}
 
     def prepare(self, meeting: Meeting, batch: Any, progress: Progress) -> Prepared:
         """Return what to run for a batch that all ranks are given.
@@ -87,23 +90,42 @@ class Evaluations:
             BatchError: Ranks were given different batches.
             GraphPipeError: An operator that mixes samples needs parameters of a stage with replicas.
         """
-        kind = (meeting, self._trained.kind_of(batch))
-        if kind not in self._captured:
-            self._captured[kind] = self._capture(meeting, batch)
-        captured, structure = self._captured[kind]
+        kind, captured, structure = self._captured_for(meeting, batch)
         inputs = captured.flatten_batch(batch)
         with self._watchdog.operation("the comparison of the batches"):
             count = self._meetings.num_samples(meeting, captured, inputs, progress, position=None)
-        sized = (*kind, count)
+        sized = (kind, count)
         if sized not in self._evaluations:
             self._evaluations[sized] = Evaluation.of(
                 self._trained, self._stages, captured, self._base, count, self._lower
             )
         return Prepared(self._evaluations[sized], inputs, structure)
 
-    def _capture(self, meeting: Meeting, batch: Any) -> tuple[CapturedModel, Structure | None]:
+    def _captured_for(self, meeting: Meeting, batch: Any) -> tuple[_Kind, CapturedModel, Structure | None]:
+        """Return the kind of a batch, and the model in eval mode as it was captured for it."""
+        free_sizes = self._trained.free_sizes_of(batch)
+        kind = (meeting, self._trained.kind_of(batch, free_sizes))
+        if free_sizes and kind not in self._captured:
+            try:
+                self._captured[kind] = self._capture(meeting, batch, free_sizes)
+            except CaptureError:
+                self._captured[kind] = None
+        found = self._captured.get(kind)
+        if found is None:
+            kind = (meeting, self._trained.kind_of(batch, {}))
+            found = self._captured.get(kind) or self._capture(meeting, batch, {})
+            self._captured[kind] = found
+        return kind, *found
+
+    def _capture(
+        self, meeting: Meeting, batch: Any, free_sizes: Mapping[str, Mapping[int, str]]
+    ) -> tuple[CapturedModel, Structure | None]:
         trained = self._trained
-        options: dict[str, Any] = {"loss_fn": trained.loss_fn, "sample_axes": trained.sample_axes}
+        options: dict[str, Any] = {
+            "loss_fn": trained.loss_fn,
+            "free_sizes": free_sizes,
+            "sample_axes": trained.sample_axes,
+        }
         with trained.autocast.applied():
             if meeting is Meeting.EVALUATION:
                 return capture_evaluation(trained.model, batch, **options), None

@@ -146,6 +146,7 @@ class Pipeline:
             share it, each one's optimizer gets a part of the parameters.
         init: For a model on the meta device: where its parameters get their values. A rank makes those of its own
             stages only, on the CPU; the others stay without memory.
+        free_sizes: As they were given to `graphpipe.plan`.
         sample_axes: As they were given to `graphpipe.plan`.
         split_points: As they were given to `graphpipe.plan`.
         keep_whole: As it was given to `graphpipe.plan`.
@@ -184,6 +185,7 @@ class Pipeline:
         transport: TransportKind | None = None,
         optimizer_states: OptimizerStates = OptimizerStates.COPIED,
         init: Init | None = None,
+        free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
         sample_axes: Mapping[str, int | None] = MappingProxyType({}),
         split_points: Sequence[str] = (),
         keep_whole: Sequence[str] = (),
@@ -211,6 +213,7 @@ class Pipeline:
         # A stage may be compiled again at any time.
         self._watchdog = job_watchdog(timeout, stall_timeout if compilation is None else max(timeout, stall_timeout))
         self._init = init
+        self._free_sizes = dict(free_sizes)
         self._sample_axes = dict(sample_axes)
         self._split_points = tuple(split_points)
         self._keep_whole = tuple(keep_whole)
@@ -241,6 +244,7 @@ class Pipeline:
             model,
             batch,
             loss_fn=self._loss_fn,
+            free_sizes=self._free_sizes,
             sample_axes=self._sample_axes,
             split_points=self._split_points,
             keep_whole=self._keep_whole,
@@ -384,8 +388,8 @@ class Pipeline:
     def evaluate(self, batch: Any) -> EvaluationResult:
         """Compute the loss of a batch in eval mode, without gradients. All ranks must call this.
 
-        The model is captured in eval mode when a batch of its kind is first seen; other shapes are another kind. The
-        modules of the model keep the mode that they are in.
+        The model is captured in eval mode when a batch of its kind is first seen; other shapes are another kind, but
+        for the number of samples and the sizes that are free. The modules of the model keep the mode that they are in.
 
         Args:
             batch: As for `step`.
