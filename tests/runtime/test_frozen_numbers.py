@@ -36,7 +36,6 @@ def test_each_change_is_told_once_by_its_name() -> None:
     model = Net()
     numbers = FrozenNumbers(model, loss)
     assert numbers.changed() == []
-    model.eval()
     model.scale.fill_(2.0)
     config["new"] = 1
     assert numbers.changed() == []
@@ -54,6 +53,19 @@ def test_each_change_is_told_once_by_its_name() -> None:
     assert numbers.changed() == []
     model.kind = "sum"
     assert numbers.changed() == [("kind of the model", "mean", "sum")]
+
+
+def test_another_mode_and_parameters_that_are_frozen_later_are_told_at_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    numbers = FrozenNumbers(model, None)
+    model[1].eval()
+    model[0].bias.requires_grad_(False)
+    assert numbers.changed() == [("training of 1", True, False), ("requires_grad of 0.bias", True, False)]
+    model.train()
+    assert numbers.changed() == []
+    model.eval()
+    assert numbers.changed() == [("training of the model and 1 more modules", True, False)]
+    assert numbers.changed() == []
 
 
 def test_a_model_with_its_own_loss_and_a_loss_that_is_no_function_are_watched_too() -> None:

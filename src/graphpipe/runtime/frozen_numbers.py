@@ -7,7 +7,7 @@ weight of the loss that the training loop changes, as in annealing, would be wit
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -20,8 +20,8 @@ _Watched = tuple[str, Callable[[], Any]]
 class FrozenNumbers:
     """The plain values of a model and its loss function at the time of the capture.
 
-    Watched are attributes of modules, the entries of dictionaries and the variables that the loss function has from
-    around it.
+    Watched are attributes of modules, their mode, which parameters need gradients, the entries of dictionaries and the
+    variables that the loss function has from around it.
 
     Args:
         model: The model.
@@ -31,6 +31,10 @@ class FrozenNumbers:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         self._watched = [*_entries(model, loss_fn), *_cells(loss_fn)]
         self._values = [read() for _, read in self._watched]
+        self._flags = [
+            _Flags("training", "modules", dict(model.named_modules())),
+            _Flags("requires_grad", "parameters", dict(model.named_parameters())),
+        ]
 
     def changed(self) -> list[tuple[str, Any, Any]]:
         """Return what has changed and was not returned before: what it is, its value then and now."""
@@ -41,7 +45,39 @@ class FrozenNumbers:
                 found.append((i, what, before, now))
         for i, *_ in reversed(found):
             del self._watched[i], self._values[i]
-        return [(what, before, now) for _, what, before, now in found]
+        flags = [told for flags in self._flags if (told := flags.changed()) is not None]
+        return [(what, before, now) for _, what, before, now in found] + flags
+
+
+class _Flags:
+    """One flag of many objects, of which all changes are told at once: a whole model may change its mode.
+
+    Args:
+        flag: The attribute.
+        kind: What the objects are, as a plural.
+        objects: By name.
+    """
+
+    def __init__(self, flag: str, kind: str, objects: Mapping[str, Any]) -> None:
+        self._flag = flag
+        self._kind = kind
+        self._objects = objects
+        self._values = [getattr(each, flag) for each in objects.values()]
+        self._told: set[str] = set()
+
+    def changed(self) -> tuple[str, Any, Any] | None:
+        """Return what has changed and was not returned before."""
+        now = [getattr(each, self._flag) for each in self._objects.values()]
+        if now == self._values:
+            return None
+        differing = [(n, a, b) for n, a, b in zip(self._objects, self._values, now, strict=True) if a != b]
+        found = [each for each in differing if each[0] not in self._told]
+        if not found:
+            return None
+        self._told.update(name for name, _, _ in found)
+        name, before, after = found[0]
+        more = f" and {len(found) - 1} more {self._kind}" if found[1:] else ""
+        return f"{self._flag} of {name or 'the model'}{more}", before, after
 
 
 def _is_plain(value: Any) -> bool:
