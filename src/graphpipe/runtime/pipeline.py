@@ -355,13 +355,17 @@ class Pipeline:
         """
         return self._run(batch, keeps=False, updates=False)
 
-    def accumulate(self, batch: Any) -> StepResult:
+    def accumulate(self, batch: Any, *, position: Position | None = None) -> StepResult:
         """Add the gradients of one mini-batch to those since the last update, and leave the parameters as they are.
 
         As with ``backward`` in a loop, gradients are summed, not averaged: for the mean over `n` mini-batches, divide
         the loss by `n`.
+
+        Args:
+            batch: As for `step`.
+            position: As for `step`.
         """
-        result = self._run(batch, keeps=self._has_accumulated, updates=False)
+        result = self._run(batch, keeps=self._has_accumulated, updates=False, position=position)
         self._has_accumulated = True
         return result
 

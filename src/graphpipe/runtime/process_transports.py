@@ -147,7 +147,7 @@ class GlooTransport(_ProcessTransport):
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class NcclTransport(_ProcessTransport):
