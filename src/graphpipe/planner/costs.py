@@ -99,6 +99,11 @@ class Setting:
         """Return the most samples that one replica takes at a time."""
         return -(-self.micro_batch_size // num_replicas)
 
+    @property
+    def local_sizes(self) -> list[int]:
+        """The most samples that a replica takes at a time, over all choices, ascending."""
+        return sorted({self.local_size(choice.num_replicas) for choice in self.choices})
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -183,10 +188,11 @@ def stage_tables(setting: Setting, sums: Sums, sizes: Sequence[int]) -> StageTab
     shape = (len(setting.choices), *sums.is_batch_wise.shape)
     seconds, levels = np.empty(shape), np.empty(shape, dtype=np.min_scalar_type(-setting.num_levels - 1))
     mixes = bool(sums.is_batch_wise.any())
+    scratch = [np.empty(shape[1:]) for _ in range(4)]
     for c, choice in enumerate(setting.choices):
         at = sizes.index(setting.local_size(choice.num_replicas))
-        seconds[c] = _seconds(setting, sums, choice, at)
-        levels[c] = _levels(setting, sums, choice, at)
+        _fill_seconds(setting, sums, choice, at, seconds[c], scratch)
+        _fill_levels(setting, sums, choice, at, levels[c], scratch)
         if choice.num_replicas > 1 and mixes:
             seconds[c][sums.is_batch_wise] = np.inf
             levels[c][sums.is_batch_wise] = 0
@@ -194,15 +200,22 @@ def stage_tables(setting: Setting, sums: Sums, sizes: Sequence[int]) -> StageTab
     return StageTables(seconds, levels, sums.is_batch_wise & splits)
 
 
-def _seconds(setting: Setting, sums: Sums, choice: Choice, at: int) -> Floats:
+# The tables of a long line are larger than what an allocator keeps, so that every new array would cost more than its
+# numbers. The two functions below make do with four of them.
+
+
+def _fill_seconds(
+    setting: Setting, sums: Sums, choice: Choice, at: int, found: Floats, scratch: Sequence[Floats]
+) -> None:
     cluster = setting.table.problem.cluster
     replicas = choice.num_replicas
-    compute_s = sums.forward_s[at] + sums.backward_s[at]
+    compute_s, other, *_ = scratch
+    np.add(sums.forward_s[at], sums.backward_s[at], out=compute_s)
     if choice.recompute is Recompute.ALL:
-        compute_s += sums.forward_s[at] - sums.batch_wise_forward_s
+        compute_s += np.subtract(sums.forward_s[at], sums.batch_wise_forward_s, out=other)
     slowest = cluster.slowest_link(range(len(cluster)))
     # Transfers overlap with computing, so the busier of processor and link counts.
-    found = sums.sent_bytes + sums.returned_bytes
+    np.add(sums.sent_bytes, sums.returned_bytes, out=found)
     found *= 1 / (replicas * slowest.bandwidth_bytes_per_s)
     np.maximum(compute_s, found, out=found)
     if replicas > 1:
@@ -211,31 +224,39 @@ def _seconds(setting: Setting, sums: Sums, choice: Choice, at: int) -> Floats:
         slope = ring_all_reduce_s(2.0, replicas, ring) - ring_all_reduce_s(1.0, replicas, ring)
         first = ring_all_reduce_s(1.0, replicas, ring) - slope
         count = setting.num_micro_batches
-        found += np.where(sums.trainable_bytes > 0, first / count + (slope / count) * sums.trainable_bytes, 0.0)
-    return found
+        np.multiply(sums.trainable_bytes, slope / count, out=other)
+        other += first / count
+        found += np.multiply(other, sums.trainable_bytes > 0, out=other)
 
 
-def _levels(setting: Setting, sums: Sums, choice: Choice, at: int) -> Levels:
+def _fill_levels(
+    setting: Setting, sums: Sums, choice: Choice, at: int, levels: Levels, scratch: Sequence[Floats]
+) -> None:
     replicas, count, last, k = choice.num_replicas, setting.num_micro_batches, setting.num_levels, setting.k
     saved = sums.saved_bytes[at]
-    received = sums.received_bytes / replicas
-    free = setting.table.memory_bytes - sums.state_bytes
-    free -= sums.returned_bytes * (min(count, SEND_BUFFERS) / replicas)
-    free -= sums.awaited_bytes * (min(count, RECEIVE_BUFFERS) / replicas)
+    received, free, each, other = scratch
+    np.divide(sums.received_bytes, replicas, out=received)
+    np.subtract(setting.table.memory_bytes, sums.state_bytes, out=free)
+    free -= np.multiply(sums.returned_bytes, min(count, SEND_BUFFERS) / replicas, out=other)
+    free -= np.multiply(sums.awaited_bytes, min(count, RECEIVE_BUFFERS) / replicas, out=other)
     if choice.recompute is Recompute.ALL:
-        free -= saved - sums.batch_wise_saved_bytes
+        free -= np.subtract(saved, sums.batch_wise_saved_bytes, out=other)
         saved = sums.batch_wise_saved_bytes
-    each_round = k * (saved + received)
-    ahead = RECEIVE_BUFFERS * received
-    found = (free - ahead) / np.maximum(each_round, 1e-9)
-    np.clip(found, 0, last - 1, out=found)
-    levels: Levels = found.astype(np.min_scalar_type(-last - 1))
+    ahead = np.multiply(received, RECEIVE_BUFFERS, out=other)
+    is_ahead = free >= ahead
+    np.subtract(free, ahead, out=other)
+    np.add(saved, received, out=each)
+    fits_whole = free >= count * each
+    each *= k
+    other /= np.maximum(each, 1e-9, out=each)
+    levels[...] = np.clip(other, 0, last - 1, out=other)
     if (last - 1) * k + RECEIVE_BUFFERS > count:
         # There are no more receives than micro-batches, which the line above doesn't know.
-        levels[(free >= (last - 1) * k * saved + count * received) & (free >= ahead)] = last - 1
-    levels[free >= count * (saved + received)] = last
+        np.multiply(saved, (last - 1) * k, out=each)
+        each += np.multiply(received, count, out=other)
+        levels[(free >= each) & is_ahead] = last - 1
+    levels[fits_whole] = last
     if not sums.has_backward.all():
         # Nothing waits for a backward pass that never comes.
         passes_on = free - saved >= min(count, RECEIVE_BUFFERS + 1) * received
-        levels = np.where(sums.has_backward, levels, np.where(passes_on, last, 0)).astype(levels.dtype)
-    return levels
+        levels[...] = np.where(sums.has_backward, levels, np.where(passes_on, last, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,11 @@ class OperatorTable:
     def num_devices(self) -> int:
         """The devices of the cluster."""
         return len(self.problem.cluster)
+
+    @cached_property
+    def lines(self) -> dict[tuple[tuple[int, ...], ...], Any]:
+        """What `graphpipe.planner.spans.Line.of` has made of these operators, by the items of the line."""
+        return {}
 
     @cached_property
     def memory_bytes(self) -> float:

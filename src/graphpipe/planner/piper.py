@@ -153,7 +153,7 @@ class Downsets:
 
     def tables(self, setting: Setting) -> StageTables:
         """Return ``[choices, pairs]`` what every pair of downsets takes as a stage."""
-        sizes = sorted({setting.local_size(choice.num_replicas) for choice in setting.choices})
+        sizes = setting.local_sizes
         return stage_tables(setting, self._sums(setting, sizes), sizes)
 
     def _sums(self, setting: Setting, sizes: Sequence[int]) -> Sums:

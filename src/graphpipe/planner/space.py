@@ -46,7 +46,10 @@ class ChainSpace:
         self.chain = chain
         self.afters = (0,) if reach is None else afters(setting, reach)
         self.needs_prefix = needs_prefix
-        self.tables = tables or Line(setting.table, chain.units).tables(setting)
+        if tables is None:
+            line, sizes = Line.of(setting.table, chain.units), setting.local_sizes
+            tables = line.tables(setting, line.sums(setting, sizes), sizes)
+        self.tables = tables
         self.blocks = [
             BlockSpace(setting, chain, at, reach or 0) for at, item in enumerate(chain.items) if isinstance(item, Block)
         ]
@@ -132,7 +135,7 @@ class BlockSpace:
         behind = min(len(chain.items) - position - 1, limit)
         self.kinds = []
         whole = []
-        sizes = sorted({setting.local_size(choice.num_replicas) for choice in setting.choices})
+        sizes = setting.local_sizes
         for q in range(len(block.kinds)):
             branch = block.branches_of(q)[0]
             around = chain.units
@@ -141,13 +144,14 @@ class BlockSpace:
                 *branch.units,
                 *around[position + 1 : position + 1 + behind],
             )
-            merged = Line(table, units)
-            tables = merged.tables(setting)
+            merged = Line.of(table, units)
+            sums = merged.sums(setting, sizes)
+            tables = merged.tables(setting, sums, sizes)
             inner = slice(before, before + len(branch.items) + 1)
             own = tables.sliced(inner, inner)
             space = ChainSpace(setting, branch, reach + following, own, needs_prefix=behind > 0)
             self.kinds.append(KindSpace(space, tables, before, len(branch.items), behind))
-            whole.append(merged.sums(setting, sizes).at(before, before + len(branch.items)))
+            whole.append(sums.at(before, before + len(branch.items)))
         states = itertools.product(*(range(count + 1) for count in block.kinds))
         self.state_counts = np.array(list(states), dtype=np.int64)
         # All branches at once are a run of the chain.

@@ -30,10 +30,23 @@ class Line:
         self.units = units
         self.place = {operator: at for at, unit in enumerate(units) for operator in unit}
 
-    def tables(self, setting: Setting) -> StageTables:
-        """Return what every run takes as a stage. Empty runs are not possible."""
-        sizes = sorted({setting.local_size(choice.num_replicas) for choice in setting.choices})
-        found = stage_tables(setting, self.sums(setting, sizes), sizes)
+    @staticmethod
+    def of(table: OperatorTable, units: tuple[tuple[int, ...], ...]) -> Line:
+        """Return the line of these items: searches of several micro-batch sizes share it."""
+        if units not in table.lines:
+            table.lines[units] = Line(table, units)
+        found: Line = table.lines[units]
+        return found
+
+    def tables(self, setting: Setting, sums: Sums, sizes: Sequence[int]) -> StageTables:
+        """Return what every run takes as a stage. Empty runs are not possible.
+
+        Args:
+            setting: The search.
+            sums: The sums over every run.
+            sizes: The local sizes that they are for.
+        """
+        found = stage_tables(setting, sums, sizes)
         n = len(self.units)
         empty = np.arange(n + 1)[:, None] >= np.arange(n + 1)[None, :]
         found.seconds[:, empty] = np.inf
@@ -178,8 +191,8 @@ class _Bytes:
     def __init__(self, num_items: int) -> None:
         self.shape = (num_items + 1, num_items + 2)
         self.where: list[int] = []
-        self.per_sample: list[float] = []
-        self.fixed: list[float] = []
+        self.per_sample: list[int] = []
+        self.fixed: list[int] = []
 
     def add(self, value: Value, sign: int, start: int, end: int, first_stop: int) -> None:
         """Count a value for all runs that start at `start` or later, before `end`, and stop at `first_stop` or later.
@@ -198,11 +211,21 @@ class _Bytes:
 
     def num_bytes(self, num_samples: int) -> Floats:
         """Return ``[n + 1, n + 1]`` the bytes for a number of samples."""
-        each = np.array(self.per_sample, dtype=np.float64) * num_samples + np.array(self.fixed, dtype=np.float64)
-        steps = np.bincount(np.array(self.where, dtype=np.int64), each, self.shape[0] * self.shape[1])
-        found: Floats = steps.astype(np.float64).reshape(self.shape)[:, :-1].cumsum(axis=0).cumsum(axis=1)
-        np.maximum(found, 0.0, out=found)
-        return found
+        per_sample, fixed = self._runs
+        found: Floats = per_sample * num_samples
+        return found if fixed is None else np.add(found, fixed, out=found)
+
+    @cached_property
+    def _runs(self) -> tuple[Floats, Floats | None]:
+        """``[n + 1, n + 1]`` the bytes for one sample, and the part that does not depend on the batch, if any."""
+        where = np.array(self.where, dtype=np.int64)
+
+        def runs(each: Sequence[int]) -> Floats:
+            steps = np.bincount(where, np.array(each, dtype=np.float64), self.shape[0] * self.shape[1])
+            found: Floats = steps.astype(np.float64).reshape(self.shape)[:, :-1].cumsum(axis=0).cumsum(axis=1)
+            return np.maximum(found, 0.0, out=found)
+
+        return runs(self.per_sample), runs(self.fixed) if any(self.fixed) else None
 
 
 def combine(each: Sequence[Sums], counts: NDArray[np.int64], shared: Sequence[SharedInput]) -> Sums:
