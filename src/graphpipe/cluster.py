@@ -103,7 +103,9 @@ class Cluster:
 
     def slowest_link(self, devices: Sequence[int]) -> Link:
         """Return the slowest link among a group of devices."""
-        return self.inside_node if len({self.devices[d].node for d in devices}) <= 1 else self.between_nodes
+        # Nodes ascend with the devices.
+        is_inside = not devices or self.devices[min(devices)].node == self.devices[max(devices)].node
+        return self.inside_node if is_inside else self.between_nodes
 
     @property
     def devices_per_node(self) -> int:

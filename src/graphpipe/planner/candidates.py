@@ -46,8 +46,10 @@ class Candidate:
 def variants(sketcher: Sketcher, plan: Draft, micro_batch_size: int) -> Iterator[Candidate]:
     """Yield a draft as it is, and with its late joins and early forks as stages of their own."""
     splitter = sketcher.splitter
-    joins = splitter.late_joins(plan)
-    for variant in dict.fromkeys((plan, joins, splitter.early_forks(plan), splitter.early_forks(joins))):
+    joins, forks = splitter.late_joins(plan), splitter.early_forks(plan)
+    # Mostly there is nothing to split, and the same plan comes back.
+    both = forks if joins is plan else splitter.early_forks(joins)
+    for variant in dict.fromkeys((plan, joins, forks, both)):
         yield Candidate(sketcher.sketch(variant), micro_batch_size)
 
 

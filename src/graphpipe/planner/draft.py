@@ -29,6 +29,10 @@ class DraftStage:
     choice: Choice
     group: int
 
+    def in_group(self, group: int) -> DraftStage:
+        """Return the stage in a group."""
+        return self if group == self.group else replace(self, group=group)
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -95,7 +99,7 @@ def ordered(graph: ComputationGraph, stages: Sequence[DraftStage]) -> Draft:
     number: dict[int, int] = {}
     for x in order:
         number.setdefault(stages[x].group, len(number))
-    return Draft(tuple(replace(stages[x], group=number[stages[x].group]) for x in order))
+    return Draft(tuple(stages[x].in_group(number[stages[x].group]) for x in order))
 
 
 class Splitter:

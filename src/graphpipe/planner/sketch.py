@@ -119,6 +119,36 @@ class Sketch:
         return whole if short is None else round(whole * 1.5 * short / batch)
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a stage keeps between steps.
+
+    Attributes:
+        has_backward: Whether a gradient flows through it.
+        trainable_bytes: Parameters with a gradient.
+        state_bytes: Parameters, gradients, optimizer state.
+    """
+
+    has_backward: bool
+    trainable_bytes: float
+    state_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What the passes of a stage over some samples take.
+
+    Attributes:
+        forward_s: Seconds of the forward pass.
+        backward_s: Seconds of the backward pass, without computing anything again.
+        saved_bytes: What is kept from one to the other.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: float
+
+
 @dataclass(slots=True)
 class _Passed:
     """What passes from one stage to another: bytes a sample, and bytes that do not depend on the batch."""
@@ -155,6 +185,8 @@ class Sketcher:
         self.splitter = Splitter(graph)
         self.table = OperatorTable(problem)
         self._costs: dict[int, tuple[Floats, Floats, Floats]] = {}
+        self._states: dict[tuple[int, ...], _State] = {}
+        self._known_passes: dict[tuple[tuple[int, ...], int], _Pass] = {}
         self._known_shares: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, float, float]] = {}
         reads = [(v, index[value.producer], index[c]) for v, value in enumerate(graph.values) for c in value.consumers]
         self.value = [v for v, _, _ in reads]
@@ -170,7 +202,8 @@ class Sketcher:
             owner[list(stage.operators)] = x
         sizes = [stage.micro_batch_size for stage in stages]
         counts = [-(-problem.mini_batch_size // size) for size in sizes]
-        has_backward = [bool(each) for each in np.bincount(owner, self.table.has_backward, count)]
+        state = [self._state(stage.operators) for stage in stages]
+        has_backward = [each.has_backward for each in state]
         local = [-(-stage.micro_batch_size // stage.choice.num_replicas) for stage in stages]
         rest = [
             -(-(problem.mini_batch_size - (n - 1) * stage.micro_batch_size) // stage.choice.num_replicas)
@@ -178,37 +211,37 @@ class Sketcher:
         ]
         passed = self._passed(owner, count)
         devices = place(problem.cluster, plan, self._traffic(plan, passed))
-        trainable = np.bincount(owner, self.table.trainable_bytes, count)
         reduce_s = [
             ring_all_reduce_s(
-                float(trainable[x]), stage.choice.num_replicas, problem.cluster.slowest_link(devices[stage.group])
+                each.trainable_bytes, stage.choice.num_replicas, problem.cluster.slowest_link(devices[stage.group])
             )
-            for x, stage in enumerate(stages)
+            for each, stage in zip(state, stages, strict=True)
         ]
         held: dict[int, list[int]] = {}
         for x, stage in enumerate(stages):
             held.setdefault(stage.group, []).append(x)
         groups = list(held.values())
+        pass_s = self._passes(plan, local)
         timed = TimedStages(
             mini_batch_size=problem.mini_batch_size,
             sizes=sizes,
             groups=groups,
             has_backward=has_backward,
-            pass_s=self._passes(plan, owner, local),
-            last_pass_s=self._passes(plan, owner, local if rest == local else rest),
+            pass_s=pass_s,
+            last_pass_s=pass_s if rest == local else self._passes(plan, rest),
             edges=self._edges(plan, passed, devices, has_backward),
             reduce_s=reduce_s,
         )
         rounds = (self.k,) * count
         links = [(edge.source, edge.target) for edge in timed.edges]
         limits = limits_of(sizes, links, problem.mini_batch_size, rounds)
-        most, is_too_large = self._most(plan, owner, timed, limits, passed)
+        most, is_too_large = self._most(plan, state, timed, limits, passed)
         return Sketch(plan, devices, timed, limits, most, is_too_large, rounds, predict(timed, most))
 
     def _most(
         self,
         plan: Draft,
-        owner: Ints,
+        state: Sequence[_State],
         timed: TimedStages,
         limits: Sequence[int],
         passed: Mapping[tuple[int, int], _Passed],
@@ -219,10 +252,9 @@ class Sketcher:
         """
         stages, count = plan.stages, len(plan.stages)
         replicas = [stage.choice.num_replicas for stage in stages]
-        state = np.bincount(owner, self.table.state_bytes, count)
         held, once = [0.0] * count, [0.0] * count
         for x, stage in enumerate(stages):
-            saved = float(self._at(-(-stage.micro_batch_size // replicas[x]))[2][list(stage.operators)].sum())
+            saved = self._pass(stage.operators, -(-stage.micro_batch_size // replicas[x])).saved_bytes
             if stage.choice.recompute is Recompute.ALL:
                 once[x] = saved
             else:
@@ -237,7 +269,7 @@ class Sketcher:
         most = list(limits)
         is_too_large = False
         for group in timed.groups:
-            free = self.table.memory_bytes - sum(float(state[x]) + once[x] for x in group)
+            free = self.table.memory_bytes - sum(state[x].state_bytes + once[x] for x in group)
             needed = sum(limits[x] / timed.sizes[x] * held[x] for x in group)
             is_too_large |= free < needed
             for x in group:
@@ -252,14 +284,32 @@ class Sketcher:
             self._costs[size] = (costs.forward_s, costs.backward_s, costs.saved_bytes)
         return self._costs[size]
 
-    def _passes(self, plan: Draft, owner: Ints, local: Sequence[int]) -> tuple[list[float], list[float]]:
+    def _state(self, operators: tuple[int, ...]) -> _State:
+        """Return what a stage of some operators keeps. Plans have most of their stages in common."""
+        if operators not in self._states:
+            table, chosen = self.table, list(operators)
+            self._states[operators] = _State(
+                has_backward=bool(table.has_backward[chosen].any()),
+                trainable_bytes=sum(table.trainable_bytes[chosen].tolist()),
+                state_bytes=sum(table.state_bytes[chosen].tolist()),
+            )
+        return self._states[operators]
+
+    def _pass(self, operators: tuple[int, ...], size: int) -> _Pass:
+        """Return what the passes of a stage of some operators over `size` samples take."""
+        if (operators, size) not in self._known_passes:
+            forward_s, backward_s, saved_bytes = (each[list(operators)] for each in self._at(size))
+            self._known_passes[operators, size] = _Pass(
+                forward_s=sum(forward_s.tolist()),
+                backward_s=sum(backward_s.tolist()),
+                saved_bytes=float(saved_bytes.sum()),
+            )
+        return self._known_passes[operators, size]
+
+    def _passes(self, plan: Draft, local: Sequence[int]) -> tuple[list[float], list[float]]:
         """Return the seconds of a forward and of a backward pass of each stage."""
-        count = len(plan.stages)
-        by_size = {}
-        for size in set(local):
-            by_size[size] = tuple(np.bincount(owner, of, count).tolist() for of in self._at(size)[:2])
-        forward = [by_size[size][0][x] for x, size in enumerate(local)]
-        backward = [by_size[size][1][x] for x, size in enumerate(local)]
+        passes = [self._pass(stage.operators, size) for stage, size in zip(plan.stages, local, strict=True)]
+        forward, backward = [each.forward_s for each in passes], [each.backward_s for each in passes]
         for x, stage in enumerate(plan.stages):
             if stage.choice.recompute is Recompute.ALL:
                 backward[x] += forward[x]
@@ -317,11 +367,13 @@ class Sketcher:
 
     def _shares(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[float, float, float]:
         """Return what `exchange_s` does, quickly where all links are alike."""
-        cluster = self.problem.cluster
-        nodes_a, nodes_b = ({cluster.devices[d].node for d in group} for group in (a, b))
-        if len(nodes_a | nodes_b) == 1 or not nodes_a & nodes_b:
-            link = cluster.slowest_link((a[0], b[0]))
-            return link.latency_s, 1 / (len(a) * link.bandwidth_bytes_per_s), 1 / (len(b) * link.bandwidth_bytes_per_s)
         if (a, b) not in self._known_shares:
-            self._known_shares[a, b] = exchange_s(a, b, cluster.link)
+            cluster = self.problem.cluster
+            nodes_a, nodes_b = ({cluster.devices[d].node for d in group} for group in (a, b))
+            if len(nodes_a | nodes_b) == 1 or not nodes_a & nodes_b:
+                link = cluster.slowest_link((a[0], b[0]))
+                out_share, back_share = (1 / (len(group) * link.bandwidth_bytes_per_s) for group in (a, b))
+                self._known_shares[a, b] = (link.latency_s, out_share, back_share)
+            else:
+                self._known_shares[a, b] = exchange_s(a, b, cluster.link)
         return self._known_shares[a, b]
