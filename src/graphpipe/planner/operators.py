@@ -69,21 +69,23 @@ class OperatorTable:
 
         Costs are linear between the sizes of the profile, so the least share is at one of them, or at an end.
         """
-        found = [self.seconds(size).sum(axis=0) / size for size in self._sizes]
+        found = [seconds / size for size, seconds in self._pass_s.items()]
         whole = self.seconds(self.problem.mini_batch_size).sum(axis=0) / self.problem.mini_batch_size
         return np.asarray(np.where(self.is_batch_wise, whole, np.min(found, axis=0)), dtype=np.float64)
 
     @cached_property
     def least_pass_s(self) -> Floats:
         """``[operators]`` the least seconds of one forward and backward pass, whatever the size."""
-        found = [self.seconds(size).sum(axis=0) for size in self._sizes]
+        found = list(self._pass_s.values())
         whole = self.seconds(self.problem.mini_batch_size).sum(axis=0)
         return np.asarray(np.where(self.is_batch_wise, whole, np.min(found, axis=0)), dtype=np.float64)
 
     @cached_property
-    def _sizes(self) -> list[int]:
+    def _pass_s(self) -> dict[int, Floats]:
+        """By size ``[operators]`` the seconds of both passes, for all sizes between which costs are linear."""
         batch = self.problem.mini_batch_size
-        return sorted({size for size in self.problem.profile.sizes if size < batch} | {1, batch})
+        sizes = sorted({size for size in self.problem.profile.sizes if size < batch} | {1, batch})
+        return {size: self.seconds(size).sum(axis=0) for size in sizes}
 
     def seconds(self, size: int) -> Floats:
         """Return ``[2, operators]`` the seconds of the forward and the backward pass over `size` samples."""

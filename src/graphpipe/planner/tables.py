@@ -27,6 +27,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +50,11 @@ def least(setting: Setting, sums: Devices, axis: int) -> Devices:
     setting.tally.transitions += sums.size
     found: Devices = np.minimum.reduce(sums, axis=axis, initial=NEVER)
     return found
+
+
+def _least(ways: Sequence[Devices]) -> Devices:
+    """Return the least of some ways of equal shapes."""
+    return reduce(np.minimum, ways)
 
 
 class StageDevices:
@@ -191,7 +197,7 @@ class ChainTables:
             np.minimum(now, least(self.setting, self.stages.at(level) + before[:, None, :], 2), out=now)
             for ways in self.passages:
                 now[:, ways.starts] = np.minimum(now[:, ways.starts], ways.best(found, level))
-            if level > settled and np.array_equal(now, before):
+            if level > settled and (now == before).all():
                 # More samples in flight are of no use: higher levels allow no other stages.
                 found[:, level + 1 : last] = now[:, None]
                 if afters[-1] < last and not self.stages.tables.mixes and not self.passages:
@@ -202,14 +208,15 @@ class ChainTables:
         now = found[:, last]
         np.minimum(now, found[:, last - 1], out=now)
         stages = self.stages.at(last)
-        if not self.transits:
+        if not self.passages:
             self._follow(now, stages)
-        for start in reversed(range(n)) if self.transits else ():
+            return np.minimum(found, NEVER, out=found)
+        for start in reversed(range(n)):
             np.minimum(now[:, start], least(self.setting, stages[start] + now, 1), out=now[:, start])
             for ways in self.passages:
                 if start in ways.starts:
                     now[:, start] = np.minimum(now[:, start], ways.best_at_last(found, start))
-        return np.minimum(found, NEVER)
+        return np.minimum(found, NEVER, out=found)
 
     def _follow(self, now: Devices, stages: Devices) -> None:
         """Let stages of the last level follow each other, the last ones first.
@@ -238,11 +245,12 @@ class ChainTables:
             found[after:, after, 0] = 0
         now = found[last:, last]
         stages = self.stages.at(last)
-        if not self.transits:
+        if self.transits:
+            for stop in range(1, n + 1):
+                np.minimum(now[:, stop], least(self.setting, now + stages[:, stop], 1), out=now[:, stop])
+                self._pass_blocks(found, last, stop)
+        else:
             self._follow(now[:, ::-1], stages.T[::-1, ::-1])
-        for stop in range(1, n + 1) if self.transits else ():
-            np.minimum(now[:, stop], least(self.setting, now + stages[:, stop], 1), out=now[:, stop])
-            self._pass_blocks(found, last, stop)
         top = last
         for after in reversed(range(last)):
             # The first stages are above what comes after them.
@@ -250,14 +258,15 @@ class ChainTables:
             np.minimum(now, above, out=now)
             stages = self.stages.at(after + 1)
             np.minimum(now, least(self.setting, above[:, :, None] + stages, 1), out=now)
-            for stop in {transit.stop for transit in self.transits}:
-                self._pass_blocks(found, after, stop)
-            if not self.transits:
-                # A first level that is of no use here is of no use to what is made of this.
-                found[top + 1 :, after] = found[top, after]
-                while top > after + 1 and np.array_equal(found[top, after], found[top - 1, after]):
-                    top -= 1
-        return np.minimum(found, NEVER)
+            if self.transits:
+                for stop in {transit.stop for transit in self.transits}:
+                    self._pass_blocks(found, after, stop)
+                continue
+            found[top + 1 :, after] = found[top, after]
+            # A first level that is of no use here is of no use to what is made of this.
+            while top > after + 1 and (found[top, after] == found[top - 1, after]).all():
+                top -= 1
+        return np.minimum(found, NEVER, out=found)
 
     def _pass_blocks(self, found: Devices, after: int, stop: int) -> None:
         for transit in self.transits:
@@ -382,16 +391,14 @@ class BlockTables:
         )
 
     def _forked(self, fork: int) -> Devices:
-        ways = np.stack([self.fork_ways(fork, q) for q in range(len(self.space.kinds))])
-        return self._after_fork(ways.min(axis=0))
+        return self._after_fork(_least([self.fork_ways(fork, q) for q in range(len(self.space.kinds))]))
 
     def _joined(self, join: int) -> Devices:
-        ways = np.stack([self.join_ways(join, q) for q in range(len(self.space.kinds))])
-        return np.asarray(np.minimum(ways.min(axis=0), NEVER), dtype=np.int32)
+        ways = _least([self.join_ways(join, q) for q in range(len(self.space.kinds))])
+        return np.minimum(ways, NEVER, out=ways)
 
     def _forked_and_joined(self, fork: int, join: int) -> Devices:
-        ways = np.stack([self.fork_and_join_ways(fork, join, q, p) for q, p in self.space.pairs])
-        return self._after_fork(ways.min(axis=0))
+        return self._after_fork(_least([self.fork_and_join_ways(fork, join, q, p) for q, p in self.space.pairs]))
 
     def _after_fork(self, ways: Devices) -> Devices:
         """Return ``[levels, afters]`` by the level of the fork, which is one above what comes after it."""
