@@ -28,7 +28,7 @@ from graphpipe.planner.layout import lay_out, line
 from graphpipe.planner.notes import plan_notes
 from graphpipe.planner.operators import OperatorTable
 from graphpipe.planner.piper import DownsetSearch, few_downsets
-from graphpipe.planner.search import DOUBT, PRECISION, SLACKS, Search, TargetSearch, make_setting
+from graphpipe.planner.search import DOUBT, NEAR, PRECISION, SLACKS, Search, TargetSearch, make_setting
 from graphpipe.planner.sketch import Sketcher
 from graphpipe.stage import Recompute
 from graphpipe.strategy import Strategy
@@ -277,11 +277,22 @@ class _Size:
             if all(search.fewest_devices(target_s) > self.planning.table.num_devices for search in searches):
                 return
             limit_s = math.inf
+        if math.isinf(limit_s) and not self.planning.is_by_time and len(self.planning.layouts) > 1:
+            limit_s = self._rough_limit_s(searches[1])
         for search in searches:
             if self.candidates and self.planning.is_late():
                 break
             self._collect(search, limit_s)
         self.iteration_s = min((plan.predicted.iteration_s for plan in self.candidates), default=None)
+
+    def _rough_limit_s(self, in_line: TargetSearch) -> float:
+        """Return about what the busiest device works on a mini-batch with all operators in line, at least.
+
+        The tables of a line are quick, those of blocks are not: where the line is faster, they need one look.
+        """
+        count = in_line.setting.num_micro_batches
+        target_s = in_line.least_target_s(self.planning.bound.work_s / count, in_line.slowest_s(), NEAR)
+        return math.inf if target_s is None else target_s * count * (1 + 2 * PRECISION)
 
     def _collect(self, search: TargetSearch, limit_s: float) -> None:
         """Add the plans of one search."""

@@ -81,20 +81,23 @@ def enumerate_downsets(graph: ComputationGraph, limit: int) -> tuple[int, ...]:
     """
     before = [bits(found) for found in graph.predecessors]
     found = {0}
-    frontier = [0]
+    # By downset the operators that it may grow by.
+    frontier = {0: bits(u for u, needed in enumerate(before) if not needed)}
     while frontier:
-        grown = set()
-        for downset in frontier:
-            for u in range(len(before)):
-                if not downset >> u & 1 and before[u] & ~downset == 0:
-                    grown.add(downset | 1 << u)
-        found |= grown
+        grown: dict[int, int] = {}
+        for downset, ready in frontier.items():
+            for u in members(ready):
+                larger = downset | 1 << u
+                if larger not in grown:
+                    after = (v for v in graph.successors[u] if not before[v] & ~larger)
+                    grown[larger] = ready ^ 1 << u | bits(after)
+        found.update(grown)
         if len(found) > limit:
             raise PlanningError(
                 f"{graph.name!r} has more than {limit} downsets, the limit of Piper's planner, at {len(before)} "
                 "operators: their number grows exponentially with the branches; raise max_downsets, or use graphpipe"
             )
-        frontier = sorted(grown)
+        frontier = grown
     return tuple(sorted(found, key=lambda downset: (downset.bit_count(), downset)))
 
 

@@ -116,7 +116,7 @@ class TargetSearch(ABC):
     def slowest_s(self) -> float:
         """Return a target that every plan keeps."""
         runs = self.tables.seconds
-        return float(np.where(np.isfinite(runs), runs, 0.0).max())
+        return float(runs.max(where=np.isfinite(runs), initial=0.0))
 
     def fewest_devices(self, target_s: float) -> int:
         """Return how many devices keep to a target; `NEVER` or more where none do."""

@@ -82,7 +82,8 @@ class Line:
                 *each_size("saved_bytes"),
             ]
         )
-        state, trainable, has_backward, is_batch_wise, once_s, once_bytes, *rest = self._runs(of_operator)
+        runs = self._runs(of_operator)
+        state, trainable, has_backward, is_batch_wise, once_s, once_bytes = runs[: -3 * count]
         size = setting.micro_batch_size
         return Sums(
             state_bytes=state,
@@ -93,9 +94,9 @@ class Line:
             returned_bytes=self._returned.num_bytes(size),
             sent_bytes=self._sent.num_bytes(size),
             awaited_bytes=self._awaited.num_bytes(size),
-            forward_s=np.stack(rest[:count]),
-            backward_s=np.stack(rest[count : 2 * count]),
-            saved_bytes=np.stack(rest[2 * count :]),
+            forward_s=runs[-3 * count : -2 * count],
+            backward_s=runs[-2 * count : -count],
+            saved_bytes=runs[-count:],
             batch_wise_forward_s=once_s,
             batch_wise_saved_bytes=once_bytes,
         )
