@@ -65,6 +65,17 @@ def test_a_batch_is_made_longer_along_its_sample_axes(captured: CapturedModel) -
     assert captured.num_samples(found) == 4
 
 
+def test_a_single_sample_is_repeated_for_another_capture(captured: CapturedModel) -> None:
+    batch = batch_of(1, length=1)
+    found = captured.with_several_samples({**batch, "mask": torch.zeros(1, 3), "flag": True})
+    sizes = {name: list(leaf.shape) for name, leaf in found.items() if isinstance(leaf, Tensor)}
+    assert sizes == {"tokens": [1, 2, 4], "positions": [1, 4], "scale": [], "labels": [2], "mask": [2, 3]}
+    assert torch.equal(found["tokens"][:, 1:], batch["tokens"])
+    assert found["flag"] is True
+    several = batch_of(2, length=1)
+    assert captured.with_several_samples(several) is several
+
+
 def test_the_number_of_samples_is_no_part_of_the_kind_of_a_batch(captured: CapturedModel) -> None:
     assert captured.kind_of(batch_of(3), {}) == captured.kind_of(batch_of(8), {})
     assert captured.kind_of(batch_of(3), {}) != captured.kind_of(batch_of(3, length=6), {})

@@ -424,8 +424,8 @@ def evaluation() -> dict[str, Any]:
     )
     found: dict[str, Any] = {"loss": [], "output": [], "structure": [], "modes": [], "gradients": []}
     for batch in batches:
-        small = {name: tensor[:5] for name, tensor in batch.items()}
-        for given in (batch, small):
+        # The first that is seen has fewer samples than its stage has replicas.
+        for given in ({name: tensor[:count] for name, tensor in batch.items()} for count in (1, 8, 5)):
             modes = [module.training for module in model.modules()]
             before = pipeline.gather_gradients()
             loss = pipeline.evaluate(given).loss

@@ -27,8 +27,19 @@ class Normed(nn.Module):
         return self.b(hidden).square().mean()
 
 
-def training(devices: tuple[tuple[int, ...], ...]) -> tuple[CapturedModel, StageGraph]:
-    captured = capture(Normed(), {"x": torch.randn(6, 4)})
+class Chain(nn.Module):
+    """Two layers that no sample leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))).square().mean()
+
+
+def training(devices: tuple[tuple[int, ...], ...], model: nn.Module | None = None) -> tuple[CapturedModel, StageGraph]:
+    captured = capture(model or Normed(), {"x": torch.randn(6, 4)})
     names = [o.name for o in captured.graph.operators]
     stages = tuple(
         Stage(operators=(name,), micro_batch_size=6 if name == "norm" else 2, devices=d)
@@ -50,6 +61,15 @@ def test_operators_go_to_the_stage_that_holds_most_of_their_parameters() -> None
     held = holders(trained, stages)
     assert held["a.weight"] == (0,)
     assert held["norm.running_mean"] == held["norm.weight"] == (1,)
+
+
+def test_replicas_that_a_small_batch_has_no_sample_for_are_left_out() -> None:
+    trained, stages = training(((0,), (2, 3)), Chain())
+    captured = capture_evaluation(trained.model, {"x": torch.randn(6, 4)})
+    for num_samples, devices in ((1, (2,)), (2, (2, 3)), (5, (2, 3))):
+        found = evaluation_stages(trained, stages, captured, num_samples)
+        assert [stage.devices for stage in found.stages] == [(0,), devices]
+        assert [stage.micro_batch_size for stage in found.stages] == [min(2, num_samples)] * 2
 
 
 def test_operators_that_mix_samples_in_eval_mode_take_no_replicas() -> None:

@@ -71,7 +71,7 @@ class BatchLayout:
         """
         is_positional = not isinstance(example_batch, Mapping)
         named = _flatten(example_batch, positional_names)
-        tensors = {name: leaf for name, leaf in named.leaves if isinstance(leaf, Tensor)}
+        tensors = dict(named.tensors)
         free_axes = _free_axes(tensors, free)
         known_axes = _known_axes(tensors, sample_axes, free_axes)
         num_samples = _count_samples(tensors, known_axes, free_axes)
@@ -175,13 +175,29 @@ class BatchLayout:
                 told.append(f"{name} {leaf!r}")
         return "; ".join(told)
 
+    def with_several_samples(self, batch: Any) -> Any:
+        """Return a batch with its samples twice where it has one alone, which a capture cannot tell from a fixed size.
+
+        A tensor that this layout does not know has its samples along axis 0.
+        """
+        flat = _flatten(batch, self.entries)
+        axes: dict[str, int] = {}
+        counts: dict[str, int] = {}
+        for name, leaf in flat.tensors:
+            axis = self.sample_axes.get(name, 0)
+            if axis is not None and axis < leaf.dim():
+                axes[name], counts[name] = axis, leaf.shape[axis]
+        if {count for name, count in counts.items() if name in self.inputs} != {1}:
+            return batch
+        leaves = [torch.cat([leaf, leaf], axes[name]) if counts.get(name) == 1 else leaf for name, leaf in flat.leaves]
+        return pytree.tree_unflatten(leaves, flat.tree)
+
     def free_sizes_of(self, batch: Any) -> dict[str, dict[int, str]]:
         """Return the free axes of a batch that another capture can leave free; an export keeps sizes of 1."""
         found: dict[str, dict[int, str]] = {}
-        for name, leaf in _flatten(batch, self.entries).leaves:
-            if isinstance(leaf, Tensor):
-                axes = {i: n for i, n in self.free_axes.get(name, {}).items() if i < leaf.dim() and leaf.shape[i] > 1}
-                found |= {name: axes} if axes else {}
+        for name, leaf in _flatten(batch, self.entries).tensors:
+            axes = {i: n for i, n in self.free_axes.get(name, {}).items() if i < leaf.dim() and leaf.shape[i] > 1}
+            found |= {name: axes} if axes else {}
         return found
 
     @property
@@ -237,6 +253,10 @@ class _Flat:
     leaves: list[tuple[str, Any]]
     tree: pytree.TreeSpec
 
+    @property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, leaf) for name, leaf in self.leaves if isinstance(leaf, Tensor)]
+
 
 def _flatten(batch: Any, positional_names: Sequence[str]) -> _Flat:
     if isinstance(batch, Mapping):
@@ -282,7 +302,7 @@ def _free_axes(tensors: Mapping[str, Tensor], free: Mapping[str, Mapping[int, st
 
 def tensor_names(batch: Any, positional_names: Sequence[str]) -> list[str]:
     """Return the names of the tensors of a batch."""
-    return [name for name, leaf in _flatten(batch, positional_names).leaves if isinstance(leaf, Tensor)]
+    return [name for name, _ in _flatten(batch, positional_names).tensors]
 
 
 def means_any(key: str, names: Iterable[str]) -> bool:

@@ -151,6 +151,10 @@ class CapturedModel:
         """
         return self._layout.free_sizes_of(batch)
 
+    def with_several_samples(self, batch: Any) -> Any:
+        """Return a batch that another capture can take: one of a single sample has it twice."""
+        return self._layout.with_several_samples(batch)
+
     def num_samples(self, flat: Mapping[str, Tensor]) -> int:
         """Return the number of samples of a flat batch; 0 if none of its tensors holds any.
 

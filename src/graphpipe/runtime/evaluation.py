@@ -58,13 +58,9 @@ def evaluation_stages(
                 f"{stage.num_replicas} replicas; plan with it on one device"
             )
         size = num_samples if mixing else min(max(stage.micro_batch_size, stage.num_replicas), num_samples)
-        if size < stage.num_replicas:
-            raise GraphPipeError(
-                f"a batch of {num_samples} samples cannot be split over the {stage.num_replicas} replicas of stage "
-                f"{home}; give it at least {stage.num_replicas}"
-            )
         names.sort(key=captured.graph.index.__getitem__)
-        found.append(Stage(operators=tuple(names), micro_batch_size=size, devices=stage.devices))
+        # Replicas that a small batch has no sample for are left out.
+        found.append(Stage(operators=tuple(names), micro_batch_size=size, devices=stage.devices[:size]))
     return StageGraph(captured.graph, tuple(found), num_samples)
 
 

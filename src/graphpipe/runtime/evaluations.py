@@ -121,6 +121,7 @@ class Evaluations:
         self, meeting: Meeting, batch: Any, free_sizes: Mapping[str, Mapping[int, str]]
     ) -> tuple[CapturedModel, Structure | None]:
         trained = self._trained
+        batch = trained.with_several_samples(batch)
         options: dict[str, Any] = {
             "loss_fn": trained.loss_fn,
             "free_sizes": free_sizes,
