@@ -400,6 +400,7 @@ class Normed(nn.Module):
         return {
             "logits": (logits, None),
             "n": 3,
+            "rows": (len(x), x.shape[0] / 2),
             "statistic": hidden.mean(),
             "wave": torch.complex(logits.float(), hidden.float()),
             "transposed": [hidden.T, self.c.bias],

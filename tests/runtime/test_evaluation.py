@@ -88,7 +88,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not model.norm.training
     assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True, True]
     assert len(captured.outputs) == 1
-    assert structured([torch.tensor(1.0)]) == 1.0
+    assert structured([torch.tensor(1.0)], {"x": torch.randn(6, 4)}) == 1.0
     with pytest.raises(CaptureError, match="returns no tensor"):
         capture_prediction(Nothing(), {"x": torch.randn(6, 4)})
 

@@ -18,9 +18,7 @@ from graphpipe.capture.describe import describe
 from graphpipe.capture.division import Division
 from graphpipe.capture.export import (
     Mode,
-    ModelOutputs,
     ModelWithLoss,
-    OutputShape,
     export_graph,
     positional_names,
     shapes_for_meta,
@@ -29,6 +27,7 @@ from graphpipe.capture.export import (
 from graphpipe.capture.keeping import next_kept
 from graphpipe.capture.kept import KeptCapture, Question
 from graphpipe.capture.leaves import UntraceableModuleError
+from graphpipe.capture.outputs import ModelOutputs, OutputShape
 from graphpipe.capture.probe import classify
 from graphpipe.capture.specs import LossReduction
 from graphpipe.capture.training_graph import TrainingGraph, clean
@@ -128,8 +127,10 @@ def capture_prediction(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     free_sizes: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
     sample_axes: Mapping[str, int | None] = MappingProxyType({}),
-) -> tuple[CapturedModel, Callable[[Sequence[Tensor]], Any]]:
+) -> tuple[CapturedModel, Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]]:
     """Return a model in eval mode with what it returns, and what puts the tensors of `outputs` into that structure.
+
+    It is called with these tensors and the flat batch: numbers in the output may follow from its sizes.
 
     The arguments and errors are those of `capture`; the batch may lack what only `loss_fn` reads, of which
     `free_sizes` and `sample_axes` may tell all the same.

@@ -9,7 +9,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from graphpipe.capture.assignments import assignments_recorded
 from graphpipe.capture.batch import BatchLayout, closest
@@ -252,52 +251,6 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-
-
-class OutputShape:
-    """What a model returns, but for the tensors.
-
-    Attributes:
-        structure: None before the first call.
-        constants: The entries that are no tensors, by position.
-    """
-
-    def __init__(self) -> None:
-        self.structure: pytree.TreeSpec | None = None
-        self.constants: dict[int, Any] = {}
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Return an output with these tensors."""
-        assert self.structure is not None
-        left = iter(tensors)
-        count = len(tensors) + len(self.constants)
-        leaves = [self.constants[i] if i in self.constants else next(left) for i in range(count)]
-        return pytree.tree_unflatten(leaves, self.structure)
-
-
-class ModelOutputs(ModelWithLoss):
-    """A model as a function from the flat tensors of a batch to those of its output, and a scalar before them.
-
-    Args:
-        model: The user's model.
-        layout: The structure of its batches.
-        loss_fn: Not called; with one, the batch may have entries that the model does not take.
-        shape: Hears of the output's structure. Export undoes what a call leaves in a module.
-    """
-
-    def __init__(self, model: nn.Module, layout: BatchLayout, loss_fn: LossFunction | None, shape: OutputShape) -> None:
-        super().__init__(model, layout, loss_fn)
-        self._shape = shape
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return a scalar that depends on the first tensor of the output, and copies of all of its tensors."""
-        output, _ = self._call(tensors)
-        leaves, self._shape.structure = pytree.tree_flatten(output)
-        found = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
-        self._shape.constants = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
-        if not found:
-            raise CaptureError(f"{type(getattr(self, MODEL)).__name__} returns no tensor; there is nothing to predict")
-        return found[0].abs().to(torch.float32).sum(), *found
 
 
 def export_graph(

@@ -17,7 +17,7 @@ from graphpipe.runtime.stages import shapes_of
 from graphpipe.runtime.watchdog import Watchdog
 from graphpipe.stage import StageGraph
 
-Structure = Callable[[Sequence[Tensor]], Any]
+Structure = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Any]
 _Kind = tuple[Meeting, str]
 
 
@@ -28,7 +28,7 @@ class Prepared:
     Attributes:
         evaluation: This rank's part.
         inputs: The batch by input name.
-        structure: Makes what the model returns from its tensors; None where only the loss is asked for.
+        structure: Makes what the model returns from its tensors and the batch; None where only the loss is asked for.
     """
 
     evaluation: Evaluation
@@ -43,7 +43,7 @@ class Prepared:
     def structured(self, pieces: Mapping[str, Tensor]) -> Any:
         """Return what the model returns, from the pieces of all ranks."""
         assert self.structure is not None
-        return self.structure(self.evaluation.joined(pieces))
+        return self.structure(self.evaluation.joined(pieces), self.inputs)
 
 
 class Evaluations:
