@@ -14,6 +14,7 @@ from graphpipe.graph import ComputationGraph, Operator, Value
 from graphpipe.planner.backtrack import Piece
 from graphpipe.planner.base import PlanningProblem, scheduled
 from graphpipe.planner.candidates import (
+    AS_PLAYED,
     SIMULATED_PLANS,
     Candidate,
     best_simulated,
@@ -24,6 +25,7 @@ from graphpipe.planner.candidates import (
 from graphpipe.planner.costs import Choice
 from graphpipe.planner.draft import draft, stage_graph
 from graphpipe.planner.sketch import Sketcher
+from graphpipe.schedule.play import play
 from graphpipe.stage import Recompute
 from tests.planner.models import towers
 
@@ -91,6 +93,23 @@ def test_samples_in_flight_are_as_many_as_pay() -> None:
     assert found.estimate.iteration_s < 0.9 * estimate(closed).iteration_s
     assert found.estimate.iteration_s == pytest.approx(plan.sketch.played_s, rel=1e-9)
     assert found.estimate.iteration_s == estimate(found.strategy).iteration_s
+
+
+def test_limits_that_were_fitted_on_a_beginning_are_wide_enough_for_the_whole() -> None:
+    # Twelve samples are played instead of 128, and a round trip takes as long as some twenty.
+    problem = replace(towers(1, 2, num_devices=2, parameter_bytes=0, mini_batch_size=128), micro_batch_sizes=(1,))
+    link = Link(latency_s=40e-3, bandwidth_bytes_per_s=1e12)
+    problem = replace(problem, cluster=Cluster.uniform(2, memory_bytes=10**10, inside_node=link))
+    plan = candidate(problem, (0,), (1, 2), size=1)
+    sketch = plan.sketch
+    assert max(sketch.fitted) <= 12
+    widest_s = play(sketch.timed, sketch.rounds, sketch.most).makespan_s
+    assert play(sketch.timed, sketch.rounds, sketch.fitted).makespan_s > 1.2 * widest_s
+    found = simulated(problem, plan, "test", 1)
+    assert found is not None
+    assert found.estimate.iteration_s == pytest.approx(widest_s, rel=AS_PLAYED)
+    # No wider than that takes: far from all samples.
+    assert found.estimate.memory[0].activations < 0.5 * 128 * 4 * 4096
 
 
 def test_samples_in_flight_are_fewer_where_memory_does_not_allow_more() -> None:

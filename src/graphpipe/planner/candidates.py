@@ -11,6 +11,7 @@ from graphpipe.planner.base import PlanningProblem, divisors, scheduled
 from graphpipe.planner.draft import Draft, stage_graph
 from graphpipe.planner.predict import Prediction
 from graphpipe.planner.sketch import Sketch, Sketcher
+from graphpipe.schedule.play import play
 from graphpipe.stage import StageOrder
 from graphpipe.strategy import Strategy
 
@@ -18,6 +19,8 @@ from graphpipe.strategy import Strategy
 SIMULATED_PLANS = 4
 # A simulation that takes longer by less than this share is as it was played.
 AS_PLAYED = 1e-3
+# Of a plan with more tasks, the whole is not played to see whether limits that were fitted on its beginning are enough.
+WIDENED_TASKS = 20_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +82,10 @@ def simulated(
     sketch = plan.sketch
     stages = stage_graph(problem, plan.plan, sketch.devices).stages
     steps = zip(sketch.limits, sketch.fitted, sketch.timed.sizes, strict=True)
+    wide = _wide_enough(sketch)
     between = tuple(least + max(0, most - least) // 2 // size * size for least, most, size in steps)
     smallest = tuple(map(min, sketch.fitted, sketch.limits))
-    for limits in dict.fromkeys((sketch.fitted, between, sketch.limits, smallest)):
+    for limits in dict.fromkeys((wide, sketch.fitted, between, sketch.limits, smallest)):
         strategy = scheduled(problem, stages, planner=planner, k=k, limits=limits, order=order)
         found = estimate(strategy)
         try:
@@ -90,6 +94,21 @@ def simulated(
             continue
         return Simulated(plan, strategy, found)
     return None
+
+
+def _wide_enough(sketch: Sketch) -> tuple[int, ...]:
+    """Return limits with which the whole mini-batch is as fast as with the largest ones.
+
+    Those of a long mini-batch were fitted on its beginning, which may end before samples in flight run short.
+    """
+    tasks = 2 * sum(sketch.timed.counts)
+    if sketch.played_tasks == tasks or tasks > WIDENED_TASKS:
+        return sketch.fitted
+    goal_s = play(sketch.timed, sketch.rounds, sketch.most).makespan_s * (1 + AS_PLAYED)
+    limits = sketch.fitted
+    while limits != sketch.most and play(sketch.timed, sketch.rounds, limits).makespan_s > goal_s:
+        limits = tuple(max(limit, min(2 * limit, most)) for limit, most in zip(limits, sketch.most, strict=True))
+    return limits
 
 
 def best_simulated(
