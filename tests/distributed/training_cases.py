@@ -395,7 +395,8 @@ class Normed(nn.Module):
         self.frozen.eval()
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        hidden = self.drop(torch.tanh(self.b(self.frozen(self.norm(self.a(x))))))
+        first = self.a(x)
+        hidden = self.drop(torch.tanh(self.b(self.frozen(self.norm(first)))))
         logits = self.c(hidden)
         return {
             "logits": (logits, None),
@@ -405,6 +406,8 @@ class Normed(nn.Module):
             "wave": torch.complex(logits.float(), hidden.float()),
             "transposed": [hidden.T, self.c.bias],
             "best": logits.argmax(1),
+            # Mixes samples, where the stage of what it reads has replicas.
+            "largest": first.amax(0),
         }
 
 
@@ -419,7 +422,7 @@ def evaluation() -> dict[str, Any]:
     model.frozen.eval()
     batches = [batch_of(8, seed=seed) for seed in range(3)]
     captured = capture(model, batches[0], loss_fn=logits_error)
-    parts = [("a", 4, (0, 1)), ("norm frozen b", 8, (2,)), ("", 3, (2,))]
+    parts = [("a", 4, (0, 1)), ("norm frozen b", 8, (2,)), ("", 3, (0, 1))]
     pipeline = Pipeline(
         captured, hand_made(captured, parts, 8), optimizer=sgd, loss_fn=logits_error, transport=parity.kind
     )

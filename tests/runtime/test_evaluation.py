@@ -72,11 +72,15 @@ def test_replicas_that_a_small_batch_has_no_sample_for_are_left_out() -> None:
         assert [stage.micro_batch_size for stage in found.stages] == [min(2, num_samples)] * 2
 
 
-def test_operators_that_mix_samples_in_eval_mode_take_no_replicas() -> None:
+def test_operators_that_mix_samples_in_eval_mode_run_on_the_first_of_the_devices() -> None:
     trained, stages = training(((0,), (1,), (2, 3)))
     captured = capture_evaluation(trained.model, {"x": torch.randn(6, 4)})
-    with pytest.raises(GraphPipeError, match="'mean' mixes the samples of a batch in eval mode, and its stage 2 has 2"):
-        evaluation_stages(trained, stages, captured, 6)
+    found = evaluation_stages(trained, stages, captured, 6)
+    assert [(stage.operators, stage.micro_batch_size, stage.devices) for stage in found.stages] == [
+        (("a",), 2, (0,)),
+        (("mean",), 6, (2,)),
+        (("b",), 2, (2,)),
+    ]
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -5,6 +5,8 @@ So it is captured by itself. Each of its operators goes to the training stage th
 without any, to the stage of the same operator in training or of what it reads. Where operators of other stages come
 between those of one stage, it becomes several here: without backward passes that costs nothing. An operator may need
 parameters of two stages, such as a layer with the normalisation after it; the smaller ones are sent before the pass.
+One that mixes the samples of a batch takes the whole of it on the first of its stage's devices, and what else runs on
+these devices does so there too.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,13 @@ from graphpipe.stage import SampleRange, Stage, StageGraph
 Lower = Callable[[StageGraph], Program]
 
 
+class _Home(NamedTuple):
+    """The stage of the training on whose devices an operator runs, and whether it mixes samples."""
+
+    stage: int
+    mixes: bool
+
+
 def evaluation_stages(
     trained: CapturedModel, stages: StageGraph, captured: CapturedModel, num_samples: int
 ) -> StageGraph:
@@ -37,30 +47,24 @@ def evaluation_stages(
         stages: Those of the training.
         captured: The model in eval mode.
         num_samples: Of the batch.
-
-    Raises:
-        GraphPipeError: An operator that mixes samples needs parameters of a stage with replicas.
     """
-    homes = _homes(trained, stages, captured)
-    order = _by_home(captured, homes)
-    parts: list[tuple[int, list[str]]] = []
-    for i in order:
+    found_homes = zip(_homes(trained, stages, captured), captured.graph.operators, strict=True)
+    homes = [_Home(x, operator.is_batch_wise) for x, operator in found_homes]
+    # Stages share all of their devices or none, so what else would run on these runs on the first as well.
+    reduced = {stages.stages[home.stage].devices for home in homes if home.mixes}
+    parts: list[tuple[_Home, list[str]]] = []
+    for i in _by_home(captured, homes):
         if not parts or parts[-1][0] != homes[i]:
             parts.append((homes[i], []))
         parts[-1][1].append(captured.graph.operators[i].name)
     found = []
     for home, names in parts:
-        stage = stages.stages[home]
-        mixing = [n for n in names if captured.graph.operators[captured.graph.index[n]].is_batch_wise]
-        if mixing and stage.num_replicas > 1:
-            raise GraphPipeError(
-                f"operator {mixing[0]!r} mixes the samples of a batch in eval mode, and its stage {home} has "
-                f"{stage.num_replicas} replicas; plan with it on one device"
-            )
-        size = num_samples if mixing else min(max(stage.micro_batch_size, stage.num_replicas), num_samples)
+        stage = stages.stages[home.stage]
+        devices = stage.devices[:1] if stage.devices in reduced else stage.devices
+        size = num_samples if home.mixes else min(max(stage.micro_batch_size, len(devices)), num_samples)
         names.sort(key=captured.graph.index.__getitem__)
         # Replicas that a small batch has no sample for are left out.
-        found.append(Stage(operators=tuple(names), micro_batch_size=size, devices=stage.devices[:size]))
+        found.append(Stage(operators=tuple(names), micro_batch_size=size, devices=devices[:size]))
     return StageGraph(captured.graph, tuple(found), num_samples)
 
 
@@ -100,14 +104,14 @@ def _tensors(captured: CapturedModel, operators: Sequence[str]) -> dict[str, Ten
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _by_home(captured: CapturedModel, homes: Sequence[int]) -> list[int]:
-    """Return a topological order that stays with a stage as long as it can."""
+def _by_home(captured: CapturedModel, homes: Sequence[_Home]) -> list[int]:
+    """Return a topological order that stays with a home as long as it can."""
     graph = captured.graph
     missing = [len(found) for found in graph.predecessors]
     ready = {i for i, count in enumerate(missing) if not count}
     order: list[int] = []
     while ready:
-        current = homes[order[-1]] if order else -1
+        current = homes[order[-1]] if order else None
         chosen = min(ready, key=lambda i: (homes[i] != current, homes[i], i))
         ready.remove(chosen)
         order.append(chosen)

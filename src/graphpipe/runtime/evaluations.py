@@ -88,7 +88,6 @@ class Evaluations:
         Raises:
             CaptureError: The model cannot be captured in eval mode.
             BatchError: Ranks were given different batches.
-            GraphPipeError: An operator that mixes samples needs parameters of a stage with replicas.
         """
         kind, captured, structure = self._captured_for(meeting, batch)
         inputs = captured.flatten_batch(batch)
