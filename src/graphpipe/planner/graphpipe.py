@@ -255,6 +255,8 @@ class _Size:
         self.least_load_s = math.inf
         self.iteration_s: float | None = None
         self._settings: list[Setting] = []
+        # The best guess so far of what is minimised.
+        self._best_value = math.inf
         self._known: set[Draft] = set()
         self._known_pieces: set[tuple[Piece, ...]] = set()
 
@@ -301,10 +303,10 @@ class _Size:
         # Divided into stages on the same devices, a single stage may sum its gradients while it goes on.
         hopeless = SLACKS[-1] if planning.is_by_time else 1.0
         for found in search.single_stages():
-            if found.slowest_s * count <= min(self._best_value(), limit_s) * hopeless:
+            if found.slowest_s * count <= min(self._best_value, limit_s) * hopeless:
                 self._add(found.pieces)
         # A device that works on every micro-batch for the target takes that long at least.
-        best_s = min(search.slowest_s() * count, self._best_value() * (1 + self._doubt), limit_s)
+        best_s = min(search.slowest_s() * count, self._best_value * (1 + self._doubt), limit_s)
         best_s = best_s if planning.is_by_time else min(best_s, self.least_load_s)
         low_s = planning.bound.work_s / count
         if math.isinf(self.least_load_s) and math.isinf(limit_s):
@@ -326,16 +328,12 @@ class _Size:
     def _is_worth(self, load_s: float) -> bool:
         if self.candidates and self.planning.is_late():
             return False
-        return load_s <= self._best_value() * (1 + self._doubt)
+        return load_s <= self._best_value * (1 + self._doubt)
 
     @property
     def _doubt(self) -> float:
         """How far off the value of a plan may be: a guess of the time leaves out waiting, the bottleneck is known."""
         return DOUBT if self.planning.is_by_time else 0.0
-
-    def _best_value(self) -> float:
-        """Return the best guess so far of what is minimised; infinite before there is one."""
-        return min(map(self.value, self.candidates), default=math.inf)
 
     def _add(self, pieces: tuple[Piece, ...]) -> None:
         if pieces in self._known_pieces:
@@ -345,7 +343,9 @@ class _Size:
         for plan in (found, self.planning.sketcher.splitter.components(found)):
             if plan not in self._known:
                 self._known.add(plan)
-                self.candidates += variants(self.planning.sketcher, plan, self.number)
+                plans = list(variants(self.planning.sketcher, plan, self.number))
+                self.candidates += plans
+                self._best_value = min(self._best_value, *map(self.value, plans))
 
     def play(self) -> None:
         """Play the best plans and changes of them through."""

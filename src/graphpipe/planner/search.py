@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -264,4 +265,4 @@ class Search(TargetSearch):
     def solve(self, target_s: float) -> Solution:
         """Return the fewest devices for a target."""
         tables = ChainTables(self.space, target_s)
-        return Solution(tables.suffix[0, :, 0], lambda level: stages_of(tables, self.chain, level))
+        return Solution(tables.suffix[0, :, 0], cache(lambda level: stages_of(tables, self.chain, level)))
