@@ -41,6 +41,11 @@ def test_the_package_of_captures_is_their_function_too() -> None:
     assert isinstance(captured, gp.CapturedModel)
 
 
+def test_a_plan_is_made_with_the_sizes_that_are_free() -> None:
+    with pytest.raises(gp.CaptureError, match="there is no input `y`, whose size is to be free"):
+        gp.plan(torch.nn.Linear(2, 1), (torch.zeros(4, 2),), mini_batch_size=4, free_sizes={"y": {1: "length"}})
+
+
 def test_a_profile_has_powers_of_two_and_what_was_asked_for() -> None:
     assert profile_sizes(96, (24, 48)) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)
     assert profile_sizes(1) == (1,)

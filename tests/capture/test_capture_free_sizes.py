@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphpipe.capture import capture
+from graphpipe.disk_cache import DiskCache
 from graphpipe.errors import BatchError, CaptureError
 from graphpipe.program import lower
 from graphpipe.runtime.in_process import run_in_process
@@ -110,6 +112,34 @@ def test_sizes_that_do_not_fit() -> None:
     stage = captured.stage_module([o.name for o in captured.graph.operators])
     with pytest.raises(BatchError, match="19 of 24 targets"):
         stage(captured.flatten_batch(other), 4)
+
+
+class Branching(nn.Module):
+    """Does something else for long sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return hidden.sum() if x.shape[1] > 4 else hidden.mean()
+
+
+@pytest.mark.parametrize(
+    ("example", "fitting", "other", "bounds"), [(3, (1, 4), 5, "0 to 4"), (7, (5, 90), 4, "5 or more")]
+)
+def test_sizes_that_the_code_tells_apart_are_refused(
+    example: int, fitting: tuple[int, int], other: int, bounds: str, tmp_path: Path
+) -> None:
+    free = {"x": {1: "length"}}
+    for _ in range(2):  # captured, and found on disk
+        captured = capture(Branching(), (torch.zeros(6, example, 4),), free_sizes=free, cache=DiskCache(tmp_path))
+        for length in fitting:
+            assert captured.flatten_batch((torch.zeros(3, length, 4),))["x"].shape[1] == length
+        assert not captured.fits_free_sizes((torch.zeros(3, other, 4),))
+        with pytest.raises(BatchError, match=rf"'length' is {other} in input 'x'.* sizes of {bounds} from"):
+            captured.flatten_batch((torch.zeros(3, other, 4),))
 
 
 def test_a_size_that_the_model_fixes_is_named() -> None:

@@ -19,13 +19,16 @@ def test_samples_are_repeated_and_what_is_not_per_sample_is_kept() -> None:
         "table": torch.zeros(3, 2),
         "flag": True,
         "late": torch.arange(8).reshape(2, 4),
+        "indices": torch.arange(4),
     }
-    job = Job(model=nn.Linear(1, 1), example_batch=batch, sample_axes={"late": 1})
+    free_sizes = {"indices": {0: "lookups"}}
+    job = Job(model=nn.Linear(1, 1), example_batch=batch, free_sizes=free_sizes, sample_axes={"late": 1})
     found = tile(job, 6)
     assert found["x"].tolist() == [0, 1, 2, 3, 0, 1]
     assert found["y"][0].shape == (6, 2)
     assert found["table"].shape == (3, 2)
     assert found["flag"] is True
+    assert found["indices"].tolist() == [0, 1, 2, 3]
     assert found["late"].tolist() == [[0, 1, 2, 3, 0, 1], [4, 5, 6, 7, 4, 5]]
     assert tile(job, 2)["x"].tolist() == [0, 1]
 

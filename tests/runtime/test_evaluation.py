@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +13,8 @@ from graphpipe.capture import CapturedModel, capture, capture_evaluation, captur
 from graphpipe.capture.classes import COUNT, INDEPENDENT, MEAN, SUM, Kind, SampleClass
 from graphpipe.errors import CaptureError, GraphPipeError
 from graphpipe.runtime.evaluation import evaluation_stages, holders, join
+from graphpipe.runtime.evaluations import Evaluations
+from graphpipe.runtime.meeting import Meeting
 from graphpipe.stage import SampleRange, Stage, StageGraph
 
 
@@ -81,6 +86,37 @@ def test_operators_that_mix_samples_in_eval_mode_run_on_the_first_of_the_devices
         (("mean",), 6, (2,)),
         (("b",), 2, (2,)),
     ]
+
+
+class Doubling(nn.Module):
+    """Only in eval mode does the length decide what is done."""
+
+    def __init__(self, doubles: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.a, self.doubles = nn.Linear(4, 4), doubles
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        return hidden * 2 if not self.training and self.doubles(x.shape[1]) else hidden
+
+
+@pytest.mark.parametrize("doubles", [lambda length: length > 4, lambda length: length % 2 == 0], ids=["long", "even"])
+def test_sizes_that_cannot_be_free_in_eval_mode_are_captured_one_by_one(doubles: Callable[[int], bool]) -> None:
+    model = Doubling(doubles)
+    captured = capture(
+        model, {"x": torch.randn(6, 3, 4)}, loss_fn=lambda o, _: o.mean(), free_sizes={"x": {1: "length"}}
+    )
+    evaluations = Evaluations(captured, *(mock.Mock() for _ in range(5)))
+    model.eval()
+    found = {}
+    for length in (3, 6, 3):
+        x = torch.randn(6, length, 4)
+        kind, evaluated, _ = evaluations._captured_for(Meeting.PREDICTION, {"x": x})
+        ((name, _),) = evaluated.outputs
+        whole = evaluated.stage_module([operator.name for operator in evaluated.graph.operators])
+        torch.testing.assert_close(whole({"x": x}, 6)[name], model(x))
+        assert found.setdefault(kind, evaluated) is evaluated
+    assert len(found) == 2
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -124,6 +124,10 @@ class BatchLayout:
         self.sizes_of(tensors)
         return tensors
 
+    def tensors_of(self, batch: Any) -> dict[str, Tensor]:
+        """Return the tensors of a batch by name, whatever they are."""
+        return dict(_flatten(batch, self.entries).tensors)
+
     def sizes_of(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the sizes that may differ from batch to batch, by name.
 

@@ -20,6 +20,7 @@ from graphpipe.capture.specs import LossReduction, ValueSpec
 from graphpipe.capture.stage_module import StageModule, build_stage
 from graphpipe.capture.training_graph import TrainingGraph
 from graphpipe.capture.units import Units
+from graphpipe.errors import BatchError
 from graphpipe.graph.computation import ComputationGraph
 
 
@@ -120,10 +121,26 @@ class CapturedModel:
 
         Raises:
             BatchError: A name is missing or unknown; a tensor has another number of dimensions, fixed size or dtype
-                than the example's; the tensors disagree on the number of samples; or a plain value differs from the
-                example's.
+                than the example's; the tensors disagree on the number of samples; a plain value differs from the
+                example's; or the model does something else for a free size of the batch.
         """
-        return self._layout.flatten(batch, None if self._layout.free_axes else needed)
+        flat = self._layout.flatten(batch, None if self._layout.free_axes else needed)
+        for free in self._training_graph.free_sizes.values():
+            size = flat[free.input].shape[free.axis]
+            if not free.holds(size):
+                bounds = f"{free.least} or more" if free.most is None else f"{free.least} to {free.most}"
+                raise BatchError(
+                    f"{free.name!r} is {size} in input {free.input!r}; the model was captured with {free.example}, and "
+                    f"its code tells sizes of {bounds} from others: pad or crop the input, or capture the model again"
+                )
+        return flat
+
+    def fits_free_sizes(self, batch: Any) -> bool:
+        """Return whether the model does the same for the free sizes of a batch as for those of the example."""
+        tensors = self._layout.tensors_of(batch)
+        return all(
+            free.holds(tensors[free.input].shape[free.axis]) for free in self._training_graph.free_sizes.values()
+        )
 
     @property
     def sample_axes(self) -> Mapping[str, int | None]:

@@ -83,7 +83,7 @@ def division_to_plain(division: Division, model: nn.Module) -> dict[str, Any]:
         "loss": numbers[graph.loss],
         "batch_symbols": [expression_to_plain(s) for s in sorted(graph.batch_symbols, key=str)],
         "free_sizes": [
-            [expression_to_plain(s), size.name, size.input, size.axis, size.example]
+            [expression_to_plain(s), size.name, size.input, size.axis, size.example, size.least, size.most]
             for s, size in graph.free_sizes.items()
         ],
         "classes": [[numbers[n], _classes_to_plain(c)] for n, c in classification.classes.items() if n in numbers],
@@ -112,10 +112,7 @@ def division_from_plain(data: Mapping[str, Any], model: nn.Module, num_samples: 
     Raises:
         Exception: The data is damaged; of whatever type that shows in.
     """
-    free_sizes = {
-        expression_from_plain(s): FreeSize(name, given, axis, example)
-        for s, name, given, axis, example in data["free_sizes"]
-    }
+    free_sizes = {expression_from_plain(s): FreeSize(*of_size) for s, *of_size in data["free_sizes"]}
     batch_symbols = frozenset(expression_from_plain(s) for s in data["batch_symbols"])
     example = {symbol: sympy.Integer(size.example) for symbol, size in free_sizes.items()}
     records = _Records({**example, **dict.fromkeys(batch_symbols, sympy.Integer(num_samples))})

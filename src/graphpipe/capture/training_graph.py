@@ -69,12 +69,36 @@ class FreeSize:
         input: The name of an input that has it.
         axis: Where the input has it.
         example: The size in the example batch.
+        least: The smallest size for which the model does what it did when it was captured.
+        most: The largest; None if there is none.
     """
 
     name: str
     input: str
     axis: int
     example: int
+    least: int
+    most: int | None
+
+    @classmethod
+    def of(cls, name: str, given: str, axis: int, example: int, size: torch.SymInt) -> FreeSize:
+        """Return a size with the bounds that conditions in the model's code have put on it.
+
+        Args:
+            name: What the user calls it.
+            given: The name of an input that has it.
+            axis: Where the input has it.
+            example: The size in the example batch.
+            size: As export has it: a symbol.
+        """
+        bounds = size.node.shape_env.var_to_range[size.node.expr]
+        # Export takes every size for 2 at least; that is no condition.
+        least = int(bounds.lower) if bounds.lower > 2 else 0
+        return cls(name, given, axis, example, least, int(bounds.upper) if bounds.upper.is_Integer else None)
+
+    def holds(self, size: int) -> bool:
+        """Return whether the model does the same for another size."""
+        return size >= self.least and (self.most is None or size <= self.most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +237,7 @@ def clean(
                 symbols |= free_symbols(size)
             for symbol in free_symbols(size) if axis in own else ():
                 example = layout.inputs[input_name].shape[axis]
-                free_sizes.setdefault(symbol, FreeSize(own[axis], input_name, axis, example))
+                free_sizes.setdefault(symbol, FreeSize.of(own[axis], input_name, axis, example, size))
     operations = _live(graph, [loss, *outputs], attributes)
     found = TrainingGraph(
         module, attributes, inputs, operations, loss, frozenset(symbols), tuple(leaves), free_sizes, tuple(outputs)

@@ -110,7 +110,7 @@ class Evaluations:
             except CaptureError:
                 self._captured[kind] = None
         found = self._captured.get(kind)
-        if found is None:
+        if found is None or not found[0].fits_free_sizes(batch):
             kind = (meeting, self._trained.kind_of(batch, {}))
             found = self._captured.get(kind) or self._capture(meeting, batch, {})
             self._captured[kind] = found
