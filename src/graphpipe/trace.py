@@ -75,14 +75,14 @@ class Trace:
         return max((span.stop_s for span in self.spans), default=0.0)
 
     def busy_s(self, device: int) -> float:
-        """Return the seconds that a device spends in forward and backward passes."""
+        """Return the seconds that a device spends in passes, and in the optimizer where that was measured."""
         return self._busy_s.get(device, 0.0)
 
     @cached_property
     def _busy_s(self) -> Mapping[int, float]:
         found: dict[int, float] = {}
         for span in self.spans:
-            if span.kind in {SpanKind.FORWARD, SpanKind.BACKWARD}:
+            if span.kind in {SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.OPTIMIZER}:
                 found[span.device] = found.get(span.device, 0.0) + span.duration_s
         return found
 

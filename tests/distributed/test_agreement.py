@@ -15,7 +15,8 @@ def test_ranks_that_were_given_different_things() -> None:
         assert result["sizes"] == [4, 2]  # Rank 0's.
         assert result["right"]
         assert result["losses"][0] == result["losses"][1]  # A number that the capture has read stays.
-        other_batch, other_call, other_work, other_gathering = result["said"]
+        nothing_new, other_batch, other_call, other_work, other_gathering = result["said"]
+        assert nothing_new.startswith("there was no mini-batch since update 0, so the same gradients")
         assert other_batch.startswith("ranks 0 and 1 were given different tensors for input 'x'")
         assert other_call.startswith(
             "rank 0 is at mini-batch 2 since 0 updates and no update after it, and rank 1 at mini-batch 2 since 0 "

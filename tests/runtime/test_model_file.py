@@ -26,6 +26,9 @@ def test_a_model_comes_back_with_tied_names_and_buffers(tmp_path: Path) -> None:
     assert loaded[2].weight is loaded[0].weight
     loaded.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    # Whoever may read other new files may read this one.
+    (tmp_path / "other").touch()
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_another_model_and_a_damaged_file_are_refused(tmp_path: Path) -> None:

@@ -221,7 +221,8 @@ class BatchLayout:
         for name in self._names:
             if name not in given and name in needed:
                 unknown = [n for n in given if n not in self._names]
-                raise BatchError(f"the batch has no input `{name}`{_hint(name, unknown, 'it has')}")
+                hint = _hint(name, unknown, "it has") or f"; it has {', '.join(sorted(given)) or 'none'}"
+                raise BatchError(f"the batch has no input `{name}`{hint}")
         for name in given:
             if name not in self._names:
                 raise BatchError(f"the model has no input `{name}`{_hint(name, self._names, 'did you mean')}")

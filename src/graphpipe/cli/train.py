@@ -119,6 +119,8 @@ def command(
             if given(name) is not ParameterSource.DEFAULT:
                 option = "--" + name.replace("_", "-")
                 raise GraphPipeError(f"{option} needs --checkpoint-dir, the folder of the checkpoints")
+    if click.get_current_context().get_parameter_source("max_restarts") is not ParameterSource.DEFAULT and not elastic:
+        raise GraphPipeError("--max-restarts needs --elastic; torchrun has an option of its own")
     strategy = Strategy.load(strategy_file)
     for path in (trace, report, save):
         if path is not None and not path.parent.is_dir():

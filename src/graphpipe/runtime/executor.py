@@ -7,10 +7,8 @@ the gradients of several consumers are summed in the order of their stages.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,6 +33,7 @@ from graphpipe.program import (
 from graphpipe.runtime.buckets import Bucket, start_buckets
 from graphpipe.runtime.clock import Clock, Mark
 from graphpipe.runtime.compilation import Compilation
+from graphpipe.runtime.origin import raised_at
 from graphpipe.runtime.sparse_sums import SparseSum
 from graphpipe.runtime.stages import StageModule, StageSource, named_parameters, take_samples
 from graphpipe.runtime.transport import Transport
@@ -294,7 +293,7 @@ class Executor:
             raise GraphPipeError(
                 f"task {task} (stage {task.stage}, micro-batch {task.micro_batch}, samples {samples.start} to "
                 f"{samples.stop - 1}, operators {stage.operators[0]!r} to {stage.operators[-1]!r}) failed on device "
-                f"{self.device}: {type(error).__name__}: {error}{_raised_at(error)}"
+                f"{self.device}: {type(error).__name__}: {error}{raised_at(error)}"
             ) from error
 
     def _forward(self, batch: _MiniBatch, task: Task, samples: SampleRange) -> None:
@@ -408,14 +407,3 @@ class Executor:
         for message, piece in zip(messages, found, strict=True):
             take_samples(total, layout, message.samples, samples.start).add_(piece)
         return total
-
-
-def _raised_at(error: BaseException) -> str:
-    """Return the file and line of the user's code that an error comes from, in brackets; empty where there is none."""
-    found = ""
-    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
-        if not name.startswith((*libraries, "<")):
-            found = f" ({name}:{line})"
-    return found

@@ -81,6 +81,7 @@ class Meeting(IntEnum):
     GRADIENTS = 8
     LOSS = 9
     NORM = 10
+    WRITING = 11
 
     def __str__(self) -> str:
         """Return what it is called in messages."""
@@ -91,6 +92,7 @@ class Meeting(IntEnum):
             Meeting.GRADIENTS: "a gathering of gradients",
             Meeting.LOSS: "the sum of the loss",
             Meeting.NORM: "the norm of the gradients",
+            Meeting.WRITING: "the writing of the model",
         }.get(self, f"a {self.name.lower()}")
 
 

@@ -41,7 +41,11 @@ def save_model(state: Mapping[str, Any], path: str | Path) -> None:
         tensors[name] = copied if is_alone else copied.clone(memory_format=torch.contiguous_format)
     with replacing(path) as draft:
         try:
+            # safetensors makes files that their owner alone may read.
+            draft.touch()
+            mode = draft.stat().st_mode
             save_file(tensors, draft)
+            draft.chmod(mode)
         except (SafetensorError, KeyError) as error:
             raise GraphPipeError(f"the model could not be written to {str(path)!r}: {error}") from error
 

@@ -346,6 +346,8 @@ class Pipeline:
                 ones.
             GraphPipeError: A task failed.
         """
+        if self._make_optimizer is None and not self.num_steps and rank() == 0:
+            _log.warning("there is no optimizer, so step changes no parameter; give optimizer= to the pipeline")
         return self._run(batch, keeps=self._has_accumulated, updates=True, position=position)
 
     def forward_backward(self, batch: Any) -> StepResult:
@@ -373,8 +375,16 @@ class Pipeline:
         """Clip the gradients and step the optimizer and the schedule. All ranks must call this.
 
         The gradients stay until the next mini-batch, which starts afresh.
+
+        Raises:
+            GraphPipeError: There was no mini-batch since the last update, or a rank does something else.
         """
         self._built()
+        if not self._turn:
+            raise GraphPipeError(
+                f"there was no mini-batch since update {self.num_steps}, so the same gradients would be applied again; "
+                "call accumulate or forward_backward first. step makes its own update"
+            )
         with self._watchdog.operation("the comparison of the updates"):
             self._meetings.meet(Meeting.UPDATE, self._progress(keeps=self._has_accumulated))
         return self._updated()
@@ -612,11 +622,11 @@ class Pipeline:
         """
         return self._whole_state(range(dist.get_world_size()))
 
-    def _whole_state(self, ranks: Sequence[int]) -> dict[str, Any]:
+    def _whole_state(self, ranks: Sequence[int], meeting: Meeting = Meeting.GATHERING) -> dict[str, Any]:
         """Return the model's state on some ranks. On the others it has only what they hold."""
         first = {id(t): n for n, t in (*self.model.named_parameters(), *self.model.named_buffers())}
         whole = self.model.state_dict(keep_vars=True)
-        found = self._gather(self.tensors, ranks)
+        found = self._gather(self.tensors, ranks, meeting)
         return {n: found.get(first.get(id(t), n), t.detach() if isinstance(t, Tensor) else t) for n, t in whole.items()}
 
     def save_model(self, path: str | Path) -> None:
@@ -627,7 +637,7 @@ class Pipeline:
         Raises:
             GraphPipeError: The file cannot be written. Every rank hears of it.
         """
-        state = self._whole_state([0])
+        state = self._whole_state([0], Meeting.WRITING)
         failure = ""
         with self._watchdog.operation("the writing of the model", FILES_TIMEOUT):
             if rank() == 0:

@@ -38,6 +38,7 @@ from graphpipe.program import (
     Send,
     StartReduction,
 )
+from graphpipe.runtime.origin import raised_at
 from graphpipe.runtime.verdict import FILES_S, OUTSIDE, Limits, Place, PlaceKind, SignKind
 from graphpipe.runtime.watch import TICK_S, Cell, Cells
 from graphpipe.schedule import Phase, Task
@@ -211,7 +212,7 @@ class Watchdog:
             waits = self._places[cells[Cell.PLACE]].kind is PlaceKind.WAIT
             if isinstance(error, GraphPipeError) or not waits or not isinstance(error, _BROKEN_CONNECTION):
                 cause = error.__cause__ or error
-                self._tell(failed=_one_line(cause), kind=SignKind.FAILED)
+                self._tell(failed=_one_line(cause) + raised_at(cause), kind=SignKind.FAILED)
             else:
                 self._echo(error)
             raise  # The place stays: the watchdog may look at it later.
