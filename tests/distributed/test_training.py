@@ -151,9 +151,9 @@ def test_a_wrong_batch_ends_in_an_error_on_every_rank(data: list[dict[str, Any]]
         assert "rank 0 was given a batch of 6 samples and rank 2 one of 5" in result["other count"]
         assert "rank 0 was given a batch of another shape of 'x' than rank 2" in result["other length"]
     assert [r["mistakes"]["missing"] for r in data] == [
-        "the batch has no input `x`",
-        "the batch has no input `keep`",
-        "the batch has no input `labels`",
+        "the batch has no input `x`; it has weight",
+        "the batch has no input `keep`; it has weight",
+        "the batch has no input `labels`; it has weight",
     ] * 2
 
 
